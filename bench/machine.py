@@ -64,11 +64,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def commit() -> str | None:
-    """The commit of this checkout, with a + where files differ from it; None outside a checkout."""
-    if shutil.which("git") is None or not (ROOT / ".git").exists():
+def commit(root: Path = ROOT) -> str | None:
+    """The commit of a checkout, with a + where files differ from it; None outside a checkout."""
+    if shutil.which("git") is None or not (root / ".git").exists():
         return None
-    ask = ["git", "-C", str(ROOT)]
+    ask = ["git", "-C", str(root)]
     head = subprocess.run([*ask, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
     if head.returncode:
         return None

@@ -1,11 +1,12 @@
 """MemoryApi for an event loop: no thread is blocked while a call waits.
 
-The HTTP service uses it, over one engine in this process or over shards on Ray.
+The HTTP service uses it, over one engine in this process, or over shards in worker processes or on Ray.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, aclosing, suppress
@@ -17,16 +18,17 @@ from undertow.engine.base.memory_api import Receipts
 from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.base.queries import AnswerQuery, ApiCall, ExportQuery, R
 from undertow.engine.base.results import Answer, Report
-from undertow.engine.cluster.routing.in_process import InProcess
+from undertow.engine.cluster.in_process import InProcess
 from undertow.engine.cluster.routing.router import Router, ShardStates
 from undertow.engine.cluster.shard.answer_streams import AnswerTicket, Said, UnknownTicket
 from undertow.engine.cluster.shard.supervisor import EngineParts
-from undertow.engine.cluster.wire import pack, unpack_receipts
 from undertow.engine.llm.client import BrokenOff
 from undertow.engine.storage.location import Location
 
 T = TypeVar("T")
 
+# so many turns are packed in a millisecond or two
+FEW_TURNS = 32
 # records in each page of an export
 EXPORT_RECORDS = 1_000
 
@@ -38,13 +40,13 @@ class AsyncMemories:
     added are stored all the same.
     """
 
-    def __init__(self, router: Router, close: Callable[[], object] | None = None) -> None:
+    def __init__(self, router: Router | InProcess, close: Callable[[], object] | None = None) -> None:
         """`close`: how to close the router, called on a thread; default: `router.close`."""
         self._router = router
         self._close = close or router.close
 
     @classmethod
-    def enter(cls, router: AbstractContextManager[Router]) -> Self:
+    def enter(cls, router: AbstractContextManager[Router | InProcess]) -> Self:
         """Enter a router's context; `close` exits it. Blocks."""
         stack = ExitStack()
         return cls(stack.enter_context(router), stack.close)
@@ -69,8 +71,10 @@ class AsyncMemories:
         InputError: one of them is invalid, and none was stored. QueueFull: too many turns wait. The same call
         may be sent again, as each turn has its dedupe key.
         """
-        receipts = await self._result(self._router.begin_add(pack(turns)))
-        return unpack_receipts(receipts, [turn.tenant for turn in turns])
+        if len(turns) <= FEW_TURNS:
+            return await self._result(self._router.begin_add(turns))
+        # packing many takes long: beside the loop
+        return await self._result(await asyncio.to_thread(self._router.begin_add, turns))
 
     async def answer_stream(self, query: AnswerQuery) -> AsyncGenerator[str | Answer]:
         """An answer in pieces as the LLM writes them, then the whole Answer.
@@ -135,8 +139,10 @@ class AsyncMemories:
 
     @staticmethod
     async def _result(begun: Future[T]) -> T:
+        if begun.done():
+            return begun.result()
         try:
-            return await asyncio.wrap_future(begun)
+            return await in_loop(begun)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -144,12 +150,46 @@ class AsyncMemories:
             raise UndertowError("the memories were closed before they could answer.") from None
 
 
-def open_memories(
-    store: Location | Path | str, settings: Settings, *, parts: EngineParts | None = None
-) -> AsyncMemories:
-    """Open a store in this process; creates a missing one.
+def in_loop(begun: Future[T]) -> asyncio.Future[T]:
+    """An awaitable of the running loop for a future; as asyncio.wrap_future, and quicker on one thread.
 
-    `parts`: factories of the encoder, LLM client and observers. Blocks until the store is open. StoreLocked;
-    UndertowError says what is wrong.
+    Where this loop's thread sets the result, nothing has to wake it.
     """
-    return AsyncMemories.enter(InProcess(Location.of(store), settings, parts))
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
+    waiting: asyncio.Future[T] = loop.create_future()
+
+    def settle() -> None:
+        if waiting.done():
+            return
+        if begun.cancelled():
+            waiting.cancel()
+        elif (error := begun.exception()) is not None:
+            waiting.set_exception(error)
+        else:
+            waiting.set_result(begun.result())
+
+    def settled(_: Future[T]) -> None:
+        if threading.get_ident() == thread:
+            settle()
+        elif not loop.is_closed():
+            loop.call_soon_threadsafe(settle)
+
+    begun.add_done_callback(settled)
+    waiting.add_done_callback(lambda done: begun.cancel() if done.cancelled() else None)
+    return waiting
+
+
+def open_memories(
+    store: Location | Path | str,
+    settings: Settings,
+    *,
+    parts: EngineParts | None = None,
+    loop: asyncio.AbstractEventLoop | None = None,
+) -> AsyncMemories:
+    """Open a store in this process; creates a missing one. Blocks until the store is open.
+
+    `parts`: factories of the encoder, LLM client and observers. `loop`: the running event loop that does the
+    work of the store, see LoopDriver; call this on another thread then. StoreLocked; UndertowError says what
+    is wrong.
+    """
+    return AsyncMemories(InProcess(Location.of(store), settings, parts, loop=loop))

@@ -22,6 +22,7 @@ from undertow.engine.base import queries
 from undertow.engine.base.memory_api import MemoryApi
 from undertow.engine.base.model import InputError, Turn, UnknownMemory
 from undertow.engine.base.results import Page, Report
+from undertow.engine.cluster.in_process import InProcess
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.readers.vectors import ENCODER_KEY
 from undertow.engine.tenants.registry import UnknownTenant
@@ -129,7 +130,7 @@ def filtering_by_metadata(api: MemoryApi, tenant: str, turns: list[Turn]) -> Any
 
 def adding_a_table(api: MemoryApi, tenant: str, turns: list[Turn]) -> Any:
     """Plain and odd rows of several tenants, one known already, one with a vector; and a refused row."""
-    if isinstance(api, HttpApi):
+    if isinstance(api, HttpApi | InProcess):
         pytest.skip("the service takes no tables")
     add, names = cast(Any, api).add_table, [f"{tenant} {n % 3}" for n in range(60)]
     messages: list[list[dict[str, Any]]] = [

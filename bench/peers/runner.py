@@ -181,10 +181,10 @@ def serve(package: str, make: Callable[[Options, Meter], Peer]) -> None:
     """Answer requests until standard input ends; what is then under way has `LEAVE_S`."""
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the peer prints is no reply
-    options, meter = _options(), Meter()
+    given, meter = options(), Meter()
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger().addHandler(meter)
-    peer, lock = make(options, meter), threading.Lock()
+    peer, lock = make(given, meter), threading.Lock()
 
     def reply(line: Mapping[str, Any]) -> None:
         with lock:
@@ -202,7 +202,7 @@ def serve(package: str, make: Callable[[Options, Meter], Peer]) -> None:
                 reply({"id": number, "result": result, "spent": asdict(spent)})
 
     reply({"ready": f"{package} {version(package)}, runner {_made_of()}"})
-    with ThreadPoolExecutor(options.threads) as pool:
+    with ThreadPoolExecutor(given.threads) as pool:
         for line in sys.stdin:
             pool.submit(answer, json.loads(line))
         _leave_in(LEAVE_S)
@@ -222,7 +222,8 @@ def _leave_in(seconds: float) -> None:
     end.start()
 
 
-def _options() -> Options:
+def options() -> Options:
+    """Of this process's command line, after which its environment has no key of another server."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", default="", help="left out: the server's first")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +39,7 @@ from undertow.engine.step.effects import EffectReader
 from undertow.engine.step.eviction import ArenaResidency, arena_of
 from undertow.engine.step.lag import Lag
 from undertow.engine.step.scheduler import Scheduler, StepReport
-from undertow.engine.storage.journal import Journal, JournalError, Row
+from undertow.engine.storage.journal import Journal, JournalError
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.parked_turns import forget as forget_parked
 from undertow.engine.storage.row_codec import Control, ControlKind, control_row
@@ -237,24 +237,47 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
             self.step(WAIT_FOR_REPLY_S, storing=left > MOST_TURNS)
         return [ticket.receipt for ticket in tickets if ticket.receipt is not None]
 
-    def step(self, wait_s: float = 0.0, *, storing: bool = False) -> StepReport:
+    def step(self, wait_s: float = 0.0, *, storing: bool = False, brief: bool = False) -> StepReport:
         """One round of the step loop; see Scheduler.step.
 
         Turns that a card's pool has no room for wait in the queue while tenants at work may still give
         some back. ArenaFull: a batch does not fit though nobody is at work. All that was queued is
         dropped, nothing else has changed.
         """
+        self.begin_step(wait_s, storing=storing, brief=brief)
+        self.commit_step()
+        return self.end_step()
+
+    def begin_step(self, wait_s: float = 0.0, *, storing: bool = False, brief: bool = False) -> None:
+        """As `step`, up to its commit. Until `end_step` the engine serves only searches of other tenants than
+        those of `scheduler.uncommitted`."""
         self._check_sound()
         self._residency.prepare()
-        try:
+        with self._failing():
             self._log_feedback(FEEDBACK_PER_STEP)
             if self.scheduler.admission_paused and self.server_lost:
                 self.scheduler.suspend()  # what is stored does not wait for a server
-            return self.scheduler.step(wait_s, storing=storing)
+            self.scheduler.begin_step(wait_s, storing=storing, brief=brief)
+
+    def commit_step(self) -> None:
+        """The commit of a step that was begun; on any thread. JournalError."""
+        with self._failing():
+            self.scheduler.commit_step()
+
+    def end_step(self) -> StepReport:
+        """Hand out what a committed step has stored."""
+        with self._failing():
+            return self.scheduler.end_step()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """After an error memory may be ahead of the journal, but for ArenaFull: only reopening helps."""
+        try:
+            yield
         except ArenaFull:
             raise
         except BaseException as error:
-            self._failure = error  # memory may be ahead of the journal: only reopening helps
+            self._failure = error
             raise
 
     def _check_sound(self) -> None:
@@ -285,6 +308,16 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
     def idle(self) -> bool:
         """Nothing left that a step could do; see Scheduler.idle."""
         return self.scheduler.idle and self._residency.complete and not len(self._feedback)
+
+    @property
+    def embeds_in_s(self) -> float:
+        """How long the encoder takes for a text: a moving average."""
+        return self._texts.text_s
+
+    @property
+    def waits_for_tenants(self) -> bool:
+        """Whether tenants with undecided records are yet to be loaded."""
+        return not self._residency.complete
 
     @property
     def server_lost(self) -> bool:
@@ -367,34 +400,6 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
         bury(self.journal, self.tenants, tenant)
         forget_parked(self.journal.location, key)  # quarantined by a service on this store
         return self.purge().get(key) if command.now else None
-
-    # ---- moving to and from other shards (engine/cluster/resharding/participant.py)
-
-    def dismiss(self, tenants: Sequence[str], records: Sequence[Row]) -> list[str]:
-        """Stop all work of tenants that leave, and commit `records`, the last of their logs here.
-
-        Returns those of them that had turns in the queue: these are dropped, and not stored.
-        """
-        self._check_sound()
-        try:
-            dropped = self.scheduler.release_tenants(tenants, records)
-        except BaseException as error:
-            self._failure = error  # work was dropped that the journal still holds here
-            raise
-        self._feedback.forget(tenants)
-        self._forget_vectors(tenants)
-        for name in tenants:
-            self.tenants.remove(name)
-        return dropped
-
-    def _forget_vectors(self, tenants: Sequence[str]) -> None:
-        self._encode_ahead.forget()
-        for tenant in tenants:
-            self._texts.forget(tenant)
-
-    def take_up(self, tenants: Sequence[str]) -> None:
-        """Queue the undecided records of tenants that have moved here."""
-        self._residency.load(tenants)
 
     # ---- queries and commands
 

@@ -13,7 +13,14 @@ from undertow.engine.api.views.reports import Reports
 from undertow.engine.base.config import Settings
 from undertow.engine.base.limits import MAX_QUERY_CHARS
 from undertow.engine.base.model import Memory, unknown_memory
-from undertow.engine.base.queries import GetQuery, HistoryQuery, MemoriesQuery, SearchQuery, TurnsByKeyQuery
+from undertow.engine.base.queries import (
+    AnswerQuery,
+    GetQuery,
+    HistoryQuery,
+    MemoriesQuery,
+    SearchQuery,
+    TurnsByKeyQuery,
+)
 from undertow.engine.base.results import Report, SearchResult
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.base.trace import Trace
@@ -62,7 +69,7 @@ class SearchCalls(ABC):
     def _log(self, name: str, kind: ControlKind, bodies: Sequence[Mapping[str, Any]]) -> Tenant | None: ...
 
     @abstractmethod
-    def step(self, wait_s: float = 0.0, *, storing: bool = False) -> StepReport: ...
+    def step(self, wait_s: float = 0.0, *, storing: bool = False, brief: bool = False) -> StepReport: ...
 
     @abstractmethod
     def take_up(self, tenants: Sequence[str]) -> None: ...
@@ -120,13 +127,15 @@ class SearchCalls(ABC):
     def _policy_shown(self, tenant: str) -> str:
         return self._tenant(tenant).shown.policy or self.journal.info.policy
 
-    def is_ready(self, tenant: str) -> bool:
-        """Whether the tenant's keyword index is built, or nearly; see Ranker.is_ready. UnknownTenant."""
-        return self.settings.search != "hybrid" or self.ranker.is_ready(self._tenant(tenant))
+    def is_ready(self, query: SearchQuery | AnswerQuery) -> bool:
+        """Whether the indexes that a query needs are built, or nearly; see Ranker.is_ready. UnknownTenant."""
+        tenant, hybrid = self._tenant(query.tenant), self.settings.search == "hybrid"
+        return self.ranker.is_ready(tenant, *_filters(query), words=hybrid)
 
-    def prepare(self, tenant: str) -> int:
-        """Build some of the tenant's keyword index; see Ranker.prepare. UnknownTenant."""
-        return self.ranker.prepare(self._tenant(tenant))
+    def prepare(self, query: SearchQuery | AnswerQuery) -> int:
+        """Build some of the indexes that a query needs; see Ranker.prepare. UnknownTenant."""
+        tenant, hybrid = self._tenant(query.tenant), self.settings.search == "hybrid"
+        return self.ranker.prepare(tenant, *_filters(query), words=hybrid)
 
     def _get_all(self, query: MemoriesQuery) -> list[Memory]:
         of = self._tenant(query.tenant)
@@ -162,6 +171,13 @@ class SearchCalls(ABC):
 
     def _tenant(self, name: str) -> Tenant:
         return self.tenants.existing(name)
+
+
+def _filters(query: SearchQuery | AnswerQuery) -> tuple[Where, Window]:
+    """The filters of a query. ValueError."""
+    if isinstance(query, AnswerQuery):
+        return EVERYWHERE, ANY_TIME
+    return Where.of(query.where), window_of(query.since, query.until)
 
 
 def window_of(since: str | None, until: str | None) -> Window:

@@ -16,12 +16,18 @@ from undertow.engine.api.views.listing import kinds_of, list_page
 from undertow.engine.base.model import Turn
 from undertow.engine.base.queries import ImportCommand, ListQuery, SetPolicyCommand
 from undertow.engine.base.results import ImportReport, Page, Report
+from undertow.engine.encoders.encode_ahead import EncodeAhead
 from undertow.engine.search.metadata_index import Where
+from undertow.engine.step.eviction import ArenaResidency
+from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import Control, check_turn
 
 
 class TenantCalls(SearchCalls):
-    """A part of Engine."""
+    """A part of Engine. It declares what it needs beyond SearchCalls."""
+
+    _residency: ArenaResidency
+    _encode_ahead: EncodeAhead
 
     def _list(self, query: ListQuery) -> Page:
         where, kinds = Where.of(query.where), kinds_of(query.kinds)
@@ -87,3 +93,31 @@ class TenantCalls(SearchCalls):
                     check_edits(of)
                 self._log(tenant, "policy", [{"policy": policy}])
         return self._reports.policy(tenant)
+
+    # ---- moving to and from other shards (engine/cluster/resharding/participant.py)
+
+    def dismiss(self, tenants: Sequence[str], records: Sequence[Row]) -> list[str]:
+        """Stop all work of tenants that leave, and commit `records`, the last of their logs here.
+
+        Returns those of them that had turns in the queue: these are dropped, and not stored.
+        """
+        self._check_sound()
+        try:
+            dropped = self.scheduler.release_tenants(tenants, records)
+        except BaseException as error:
+            self._failure = error  # work was dropped that the journal still holds here
+            raise
+        self._feedback.forget(tenants)
+        self._forget_vectors(tenants)
+        for name in tenants:
+            self.tenants.remove(name)
+        return dropped
+
+    def _forget_vectors(self, tenants: Sequence[str]) -> None:
+        self._encode_ahead.forget()
+        for tenant in tenants:
+            self._texts.forget(tenant)
+
+    def take_up(self, tenants: Sequence[str]) -> None:
+        """Queue the undecided records of tenants that have moved here."""
+        self._residency.load(tenants)

@@ -1,8 +1,8 @@
 """Named phases of a step, for a Chrome trace (Perfetto, chrome://tracing), NVTX ranges and observers.
 
-Observers count phases (engine/step/shard_metrics.py) or export them as spans of a distributed trace. nsys
-and ncu show NVTX ranges and filter by them. Ranges are cheap, so the engine pushes them wherever there is a
-CUDA device; the Chrome trace is recorded only on request.
+Observers count phases (engine/cluster/shard/shard_metrics.py) or export them as spans of a distributed
+trace. nsys and ncu show NVTX ranges and filter by them. Ranges are cheap, so the engine pushes them wherever
+there is a CUDA device; the Chrome trace is recorded only on request.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NvtxRanges(Protocol):
     def range_pop(self) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Phase:
     """A finished phase of a step. Times are of `time.perf_counter`; `count` is its number of items."""
 
@@ -48,7 +48,7 @@ class Phase:
     ended_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ShardCall:
     """A call of a shard, from arrival to answer. `error` is the class name of the exception."""
 
@@ -131,7 +131,8 @@ class Trace:
             phase = Phase(name, sum(count.values()), began_s, ended_s)
             for observer in self._observers:
                 observer.ended(phase)
-            self.event(name, began_s, ended_s, track=threading.current_thread().name, **count)
+            if self._path is not None:
+                self.event(name, began_s, ended_s, track=threading.current_thread().name, **count)
             if ranges is not None:
                 ranges.range_pop()
 

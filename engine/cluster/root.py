@@ -12,6 +12,7 @@ The thresholds lie in the root so that a shard decides by them whichever command
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 import orjson
@@ -19,7 +20,7 @@ import orjson
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
 from undertow.engine.cluster import shard_map
-from undertow.engine.cluster.shard_map import STORES, ShardMap
+from undertow.engine.cluster.shard_map import STORES, MapConflict, ShardMap
 from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.storage.store_info import DESCRIPTION, read_info
 
@@ -77,7 +78,9 @@ class SingleStoreRoot(SharedRoot):
         """The store may be missing yet. StoreError: a cluster's root lies there."""
         location = Location.of(where)
         if shard_map.exists(location):
-            raise StoreError(f"{location} is a cluster's root, whose shards run on Ray. Give --ray ADDRESS.")
+            raise StoreError(
+                f"{location} is a cluster's root, of one store a shard. Give --workers N or --ray ADDRESS."
+            )
         super().__init__(location)
         # the engine makes a missing store with the key of the map
         made = location.exists(DESCRIPTION)
@@ -98,6 +101,16 @@ class SingleStoreRoot(SharedRoot):
             f"{self.location} is a plain store, of one shard for good. To spread its tenants over shards, "
             "export them and import them into a cluster."
         )
+
+
+def make_root(root: Location, shards: int) -> None:
+    """Make a root of so many shards, if there is none. ValueError: none are asked for."""
+    if shards < 1:
+        raise ValueError(f"a cluster has one shard or more, not {shards}")
+    if not shard_map.exists(root):
+        names = [f"s{number:04d}" for number in range(1, shards + 1)]
+        with suppress(MapConflict):  # another process was quicker
+            shard_map.publish(root, ShardMap.new(names))
 
 
 # ---- thresholds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ class EmbeddingCache:
         self._capacity = capacity
         self._vectors: OrderedDict[tuple[str, str], Float16] = OrderedDict()
         self._lock = threading.Lock()
+        # how long the encoder takes for a single text: a moving average
+        self.text_s = 0.0
 
     def encode(self, tenants: Sequence[str], texts: Sequence[str]) -> Float16:
         """Embed text i for tenant i: float16 [n, dim]. ValueError if the lengths differ."""
@@ -79,9 +82,14 @@ class EmbeddingCache:
         return known
 
     def _embed(self, texts: Sequence[str]) -> Encoded:
+        began_s = time.perf_counter()
         if self._device_encoder is not None:
-            return self._device_encoder.embed(texts)
-        return Encoded(self._encoder.encode(texts))
+            embedded = self._device_encoder.embed(texts)
+        else:
+            embedded = Encoded(self._encoder.encode(texts))
+        if len(texts) == 1:
+            self.text_s += 0.1 * (time.perf_counter() - began_s - self.text_s)
+        return embedded
 
     def _remember(self, keys: Sequence[tuple[str, str]], vectors: Float16) -> None:
         newest = max(0, len(keys) - self._capacity)

@@ -96,10 +96,10 @@ class _WordTable:
         self._ends, self._bins = _room(self._ends, count), _room(self._bins, count)
         self._words[begin : begin + len(text)] = text
         self._ends[first:count] = begin + np.cumsum([len(word) for word in words])
-        for row, word in enumerate(words, first):
-            digest = hashlib.blake2b(word, digest_size=2 * self._hits).digest()
-            self._bins[row] = np.frombuffer(digest, "<u2").astype(np.int64) % (2 * self._dim)
-            self._rows[word] = row
+        hashes = b"".join(hashlib.blake2b(word, digest_size=2 * self._hits).digest() for word in words)
+        features = np.frombuffer(hashes, "<u2").astype(np.int64) % (2 * self._dim)
+        self._bins[first:count] = features.reshape(len(words), self._hits)
+        self._rows |= zip(words, range(first, count), strict=True)
         if 2 * count > len(self._slots):
             self._slots = np.full(1 << (4 * count).bit_length(), -1, np.int64)
             first = 0

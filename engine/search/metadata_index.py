@@ -80,11 +80,22 @@ class MetadataIndex:
     def passing(self, tenant: Tenant, where: Where) -> NDArray[np.bool_]:
         """Which turns match the filter: bool [turns] by arena row."""
         passes = np.ones(len(tenant.seq_by_row), dtype=bool)
-        columns = [self._column(key) for key in where.wanted]
+        columns = self._columns_of(where)
         _follow(tenant, columns)
         for column, values in zip(columns, where.wanted.values(), strict=True):
             passes &= column.any_of(values)
         return passes
+
+    def rows(self, where: Where) -> int:
+        """How many turns are indexed for all keys of the filter."""
+        return min(map(len, self._columns_of(where)), default=0)
+
+    def index_slice(self, tenant: Tenant, where: Where, rows: int) -> None:
+        """Index at most so many of the missing turns."""
+        _follow(tenant, self._columns_of(where), rows)
+
+    def _columns_of(self, where: Where) -> list[_Column]:
+        return [self._column(key) for key in where.wanted]
 
     def _column(self, key: str) -> _Column:
         self._columns[key] = column = self._columns.pop(key, _Column(key))
@@ -93,9 +104,10 @@ class MetadataIndex:
         return column
 
 
-def _follow(tenant: Tenant, columns: Sequence[_Column]) -> None:
-    """Add the turns that are new in the log. Each is read once, whatever the number of keys."""
-    for row in range(min(map(len, columns), default=0), len(tenant.seq_by_row)):
+def _follow(tenant: Tenant, columns: Sequence[_Column], most: int | None = None) -> None:
+    """Add the turns that are new in the log, at most `most`. Each is read once for all keys."""
+    first, end = min(map(len, columns), default=0), len(tenant.seq_by_row)
+    for row in range(first, end if most is None else min(end, first + most)):
         metadata = _metadata(tenant.payload(tenant.seq_by_row[row]))
         for column in columns:
             if len(column) == row:

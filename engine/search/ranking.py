@@ -16,7 +16,7 @@ from undertow.engine.base.results import Hit, SearchResult
 from undertow.engine.base.timestamps import in_words
 from undertow.engine.policies.base import PromptBudget, PromptTooLong
 from undertow.engine.search.analyzer import Analyzer
-from undertow.engine.search.keyword_index import KeywordIndex
+from undertow.engine.search.keyword_index import SLICE_ROWS, KeywordIndex
 from undertow.engine.search.metadata_index import MetadataIndex, Where
 from undertow.engine.search.time_index import TimeIndex
 from undertow.engine.storage.row_codec import turn_id
@@ -32,6 +32,10 @@ from undertow.prompts.builders import Prompt, ShownMemory, answer_prompt
 Rows = NDArray[np.bool_]
 
 EVERYWHERE = Where()
+
+# A search of more turns and memories takes over five milliseconds: without filters, and with them, which
+# look at each memory.
+QUICK_ROWS, QUICK_FILTERED = 20_000, 4_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +146,35 @@ class Ranker:
             1.0 if index is None else index.recall(k_sub),
         )
 
-    def is_ready(self, tenant: Tenant) -> bool:
-        """Whether a keyword search can run at once: its index lacks little or nothing."""
-        return not self._by_words(tenant) or self._keyword_index_of(tenant).is_close(tenant)
+    def is_quick(self, tenant: Tenant, *, filters: bool) -> bool:
+        """Whether a search takes some milliseconds at most, once it `is_ready`."""
+        most = QUICK_ROWS if self._retain_consolidated and not filters else QUICK_FILTERED
+        return size_of(tenant) <= most
 
-    def prepare(self, tenant: Tenant) -> int:
-        """Add a slice of rows to the keyword index. Returns how many rows it has."""
+    def is_ready(self, tenant: Tenant, where: Where, window: Window, *, words: bool) -> bool:
+        """Whether a search can run at once: the indexes that it needs lack little or nothing."""
+        if words and self._by_words(tenant) and not self._keyword_index_of(tenant).is_close(tenant):
+            return False
+        return all(
+            len(tenant.seq_by_row) - rows <= SLICE_ROWS for rows in self._filtered(tenant, where, window)
+        )
+
+    def prepare(self, tenant: Tenant, where: Where, window: Window, *, words: bool) -> int:
+        """Add a slice of rows to the first index that lacks many. Returns how many rows all of them have."""
         keyword_index = self._keyword_index_of(tenant)
-        keyword_index.index_slice(tenant)
-        return len(keyword_index)
+        by_words = words and self._by_words(tenant)
+        if by_words and not keyword_index.is_close(tenant):
+            keyword_index.index_slice(tenant)
+        elif not where.open and len(tenant.seq_by_row) - self._metadata_of(tenant).rows(where) > SLICE_ROWS:
+            self._metadata_of(tenant).index_slice(tenant, where, SLICE_ROWS)
+        else:
+            self._times_of(tenant).follow(tenant, SLICE_ROWS)
+        return (len(keyword_index) if by_words else 0) + sum(self._filtered(tenant, where, window))
+
+    def _filtered(self, tenant: Tenant, where: Where, window: Window) -> list[int]:
+        """The number of rows of each index that the filters need."""
+        rows = [] if where.open else [self._metadata_of(tenant).rows(where)]
+        return rows if window.open else [*rows, len(self._times_of(tenant))]
 
     def _by_words(self, tenant: Tenant) -> bool:
         return size_of(tenant) <= self._words_rows
@@ -159,13 +183,13 @@ class Ranker:
         """Which of the tenant's turns match the metadata filter, bool [turns] by arena row; None: all."""
         if where.open:
             return None
-        return self._metadata.setdefault(tenant, MetadataIndex()).passing(tenant, where)
+        return self._metadata_of(tenant).passing(tenant, where)
 
     def within(self, tenant: Tenant, window: Window) -> Rows | None:
         """Which of the tenant's turns match the time filter, bool [turns] by arena row; None: all."""
         if window.open:
             return None
-        return self._times.setdefault(tenant, TimeIndex()).within(tenant, *window.ends)
+        return self._times_of(tenant).within(tenant, *window.ends)
 
     def indexes(self) -> dict[str, IvfReport]:
         """Method, size and measured recall of each loaded index, by tenant."""
@@ -239,8 +263,16 @@ class Ranker:
         ]
         return [Hit(m.id, kind, m.text, score, m.timestamp, m.source_seqs) for score, m in found]
 
+    def _metadata_of(self, tenant: Tenant) -> MetadataIndex:
+        return self._metadata.setdefault(tenant, MetadataIndex())
+
+    def _times_of(self, tenant: Tenant) -> TimeIndex:
+        return self._times.setdefault(tenant, TimeIndex())
+
     def _keyword_index_of(self, tenant: Tenant) -> KeywordIndex:
-        return self._keyword_indexes.setdefault(tenant, KeywordIndex())
+        if (index := self._keyword_indexes.get(tenant)) is None:
+            index = self._keyword_indexes[tenant] = KeywordIndex()
+        return index
 
     def _best(
         self,

@@ -27,15 +27,20 @@ class TimeIndex:
         # By arena row.
         self._moments = array("q")
 
+    def __len__(self) -> int:
+        """The number of indexed turns."""
+        return len(self._moments)
+
     def within(self, tenant: Tenant, start: datetime, end: datetime) -> NDArray[np.bool_]:
         """Which turns lie in this time, ends inclusive: bool [turns] by arena row. Undated turns do not."""
-        self._follow(tenant)
+        self.follow(tenant)
         moments = np.frombuffer(self._moments, dtype=np.int64)
         return (moments >= _microseconds(start)) & (moments <= _microseconds(end))
 
-    def _follow(self, tenant: Tenant) -> None:
-        """Add the turns that are new in the log."""
-        for seq in tenant.seq_by_row[len(self._moments) :]:
+    def follow(self, tenant: Tenant, most: int | None = None) -> None:
+        """Add the turns that are new in the log, at most `most`."""
+        end = None if most is None else len(self) + most
+        for seq in tenant.seq_by_row[len(self) : end]:
             self._moments.append(_moment_of(tenant.payload(seq)))
 
 

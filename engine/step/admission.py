@@ -336,8 +336,7 @@ class Admission:
         ids, of_turns = new.rows(seqs, vectors.host)
         with self._trace.span("append", rows=len(new)):
             self._arena.extend(segments, vectors.on(self._arena.device), live=True)
-        if len(new):
-            rows.append(of_turns)
+        rows += of_turns
         admitted = Admitted(rows, [None] * count, [None] * count, len(new), new.tenants)
         for place, id, seq in zip(new.places, ids, seqs.tolist(), strict=True):
             admitted.ids[place], admitted.seqs[place] = id, seq

@@ -15,9 +15,6 @@ from undertow.engine.policies.base import Decide, Effect, PolicyResult, ReadGate
 from undertow.engine.step.lag import LagTracker
 from undertow.engine.tenants.tenant import Tenant
 
-# Gate queries of one step: enough to fill the kernel, few enough to keep the step short.
-LOOKAHEAD_PER_STEP = 8_192
-
 
 class TenantFault(UndertowError):
     """An unexpected exception while deciding a record of one tenant."""
@@ -117,15 +114,15 @@ class DecisionQueue:
         if tenant.name not in self._running and tenant.name not in self.blocked:
             self._ready[tenant.name] = tenant
 
-    def begin_ahead(self, most_per_tenant: int) -> list[Begun]:
-        """Begin the next records of all ready tenants, an equal share each, in log order.
+    def begin_ahead(self, most_per_tenant: int, records: int) -> list[Begun]:
+        """Begin the next records of the ready tenants, an equal share each, in log order.
 
-        Returns each run with its first effect or decision. The ready tenants leave the queue.
+        Returns each run with its first effect or decision. Their tenants leave the queue: the first `records`
+        of it, or all if it has fewer.
         """
         begun: list[Begun] = []
-        budget = max(len(self._ready), LOOKAHEAD_PER_STEP)
-        share = min(most_per_tenant, budget // len(self._ready))
-        while self._ready:
+        share = max(1, min(most_per_tenant, records // len(self._ready)))
+        for _ in range(min(records, len(self._ready))):
             _, tenant = self._ready.popitem(last=False)
             for seq in tenant.upcoming(share):
                 run = DecisionRun(tenant, seq, self._begin(tenant, seq))

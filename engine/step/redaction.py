@@ -20,6 +20,11 @@ class Redaction:
         # Keys of tenants whose updates of such memories were redacted.
         self._redacted_keys: set[str] = set()
 
+    @property
+    def is_due(self) -> bool:
+        """Whether rows are to be deleted after the next commit."""
+        return bool(self._first_clean_versions)
+
     def redact(self, tenant: Tenant, seq: int, remade: Sequence[Memory]) -> list[Row]:
         """Redact what was written of these memories before record `seq`, which deletes a turn.
 

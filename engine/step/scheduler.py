@@ -8,15 +8,14 @@ to be stored `admission.Inbox`, decisions `DecisionQueue`, prompts and replies `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import orjson
 
-from undertow.engine.base.model import Decision, Memory, Turn
-from undertow.engine.base.results import Receipt
+from undertow.engine.base.model import Decision, Memory
 from undertow.engine.base.trace import Trace
 from undertow.engine.encoders.encode_ahead import LEAST_AHEAD
 from undertow.engine.llm.client import BadReply, Completions, ServerRefused
@@ -24,7 +23,14 @@ from undertow.engine.policies.base import Complete, Effect, PolicyResult, ReadGa
 from undertow.engine.policies.registry import Policies
 from undertow.engine.step import job_ledger
 from undertow.engine.step.admission import Admission, Admitted, Batch, Inbox
-from undertow.engine.step.batch_size import BatchSizer, DecidingShare
+from undertow.engine.step.batch_size import (
+    MOST_RECORDS,
+    QUICK_TURNS,
+    BatchSizer,
+    BriefDecisions,
+    DecidingShare,
+)
+from undertow.engine.step.between_steps import BetweenSteps
 from undertow.engine.step.decision_queue import DecisionQueue, DecisionRun
 from undertow.engine.step.dispatch import begin, decision_body
 from undertow.engine.step.effects import EffectReader, read_by_kind
@@ -33,10 +39,9 @@ from undertow.engine.step.llm_calls import LLMCalls
 from undertow.engine.step.redaction import Redaction
 from undertow.engine.storage.journal import Journal, Row, Rows
 from undertow.engine.storage.journal_rows import row_count
-from undertow.engine.storage.row_codec import Control, ControlKind, control_row, memory_row
+from undertow.engine.storage.row_codec import memory_row
 from undertow.engine.tenants.generations import BEFORE_LOG
 from undertow.engine.tenants.registry import ArenaFull
-from undertow.engine.tenants.tenant import Tenant
 
 
 @dataclass(slots=True)
@@ -58,7 +63,7 @@ class StepReport:
         return self.decisions.total()
 
 
-class Scheduler:
+class Scheduler(BetweenSteps):
     """Drives all tenants of one shard. Not thread-safe: one thread steps."""
 
     def __init__(
@@ -81,6 +86,7 @@ class Scheduler:
         self._effects = effects
         self._batch_sizer = batch_sizer
         self._deciding_share = DecidingShare()
+        self._brief_decisions = BriefDecisions()
         self._lookahead_turns = lookahead_turns
         self._trace = trace
         self.inbox = Inbox(queue_turns)
@@ -96,9 +102,10 @@ class Scheduler:
         self._resume_admission_at: int | None = None
         # True within a step once turns are admitted: a tenant may then be in use without being active.
         self.deciding = False
-        # Evicts a tenant whose live state must go before its whole log is decided.
-        self.evict: Callable[[Tenant], None] | None = None
+        self.evict = None
         self._report = StepReport()
+        # of a step that was begun: what its commit makes durable
+        self._stored: tuple[Batch, Admitted] | None = None
 
     # ---- state
 
@@ -112,6 +119,11 @@ class Scheduler:
         return self.decisions.running_count
 
     @property
+    def deletes_rows(self) -> bool:
+        """Whether rows are to be deleted after the next commit."""
+        return self._redaction.is_due
+
+    @property
     def waits_for_arena(self) -> bool:
         """Whether turns wait for arena memory. Then freed memory is reserved for them."""
         return len(self.inbox) > 0 and self._resume_admission_at is not None
@@ -122,113 +134,59 @@ class Scheduler:
         limit = self._resume_admission_at
         return len(self.inbox) > 0 and limit is not None and self.decisions.active_count > limit
 
-    # ---- calls between steps
-
-    def begin_log(self, tenant: Tenant, control: Control) -> None:
-        """Commit the first record of an empty log, together with the thresholds in force."""
-        rows = self._admission.settle_thresholds(tenant)
-        tenant.add_control(control)
-        self._append([*rows, control_row(tenant.name, tenant.key, control)])
-
-    def log(self, tenant: Tenant, records: Iterable[tuple[ControlKind, Mapping[str, Any]]]) -> None:
-        """Append control records (kind and body) to a tenant's log, in one commit before this returns."""
-        controls = [Control(kind, seq, body) for seq, (kind, body) in enumerate(records, tenant.next_seq)]
-        for control in controls:
-            tenant.add_control(control)
-        self._append([control_row(tenant.name, tenant.key, control) for control in controls])
-        self.decisions.add(tenant)
-
-    def replace(self, tenant: Tenant, deletion: Mapping[str, Any], turn: Turn) -> Receipt:
-        """Append a turn's deletion and the turn that replaces it to the log, in one commit. ArenaFull."""
-        rows, receipt = self._admission.replace(tenant, deletion, turn)
-        self._append(rows)
-        self.decisions.add(tenant)
-        return receipt
-
-    def _append(self, rows: Sequence[Rows]) -> None:
-        with self._trace.span("commit", rows=row_count(rows)):
-            self._journal.append(rows)
-
-    def drop_tenant(self, name: str) -> None:
-        """Drop all work of a tenant that is being erased. Late replies are ignored."""
-        self.inbox.drop(name)
-        if run := self._remove(name):
-            run.steps.close()
-
-    def release_tenants(self, names: Sequence[str], records: Sequence[Row]) -> list[str]:
-        """Stop all work of tenants that move away, and commit `records`, the last of their logs here.
-
-        The tokens of their running jobs are metered; the other shard runs these jobs again. Returns the
-        tenants whose waiting turns were dropped: those are not stored.
-        """
-        dropped = [name for name in names if self.inbox.drop(name)]
-        for name in names:
-            if run := self._remove(name):
-                self._rows += job_ledger.abandon(run)
-        self._rows += records
-        self._commit()
-        return dropped
-
-    def _remove(self, name: str) -> DecisionRun | None:
-        """Take a tenant out of every queue. Returns its run, which the caller closes."""
-        run = self.decisions.remove(name)
-        if run is not None:
-            self.llm_calls.cancel(run)
-        return run
-
-    def suspend(self) -> None:
-        """Abandon all ready and running decisions and evict their tenants, to free memory for others.
-
-        The log still holds the undecided records, so that the decisions begin again later.
-        """
-        active = self.decisions.active_tenants()
-        for tenant in active:
-            if run := self._remove(tenant.name):
-                self._rows += job_ledger.abandon(run)
-        self._commit()
-        for tenant in active:
-            self._evict(tenant)
-
-    def stop(self) -> None:
-        """Before closing: abandon the running jobs and commit what they have cost."""
-        for run in self.decisions.finish_all():
-            self._rows += job_ledger.abandon(run)
-        self._commit()
-
     # ---- the step
 
-    def step(self, wait_s: float = 0.0, *, storing: bool = False) -> StepReport:
+    def step(self, wait_s: float = 0.0, *, storing: bool = False, brief: bool = False) -> StepReport:
         """One round. Waits up to `wait_s` for a reply when there is nothing else to do.
 
         `storing`: the caller has more turns to store; decisions take a tenth of the time meanwhile.
+        `brief`: the caller has searches to serve; storing and deciding take a few milliseconds.
         ArenaFull: the waiting turns do not fit into the arena though no tenant is active; they are dropped.
         JournalError: nothing of this step is stored or acknowledged; the engine must be reopened.
         """
+        self.begin_step(wait_s, storing=storing, brief=brief)
+        self.commit_step()
+        return self.end_step()
+
+    def begin_step(self, wait_s: float, *, storing: bool, brief: bool) -> None:
+        """The part of a step before its commit; see `uncommitted`."""
         self._report = StepReport()
-        stored = self._admit()
+        self._stored = self._admit(brief)
         self._encode_next()
         self.deciding = True
         busy = self._report.stored > 0 or (len(self.inbox) > 0 and not self.admission_paused)
         self._resume_replied(0.0 if busy or self.decisions.ready_count else wait_s)
         if not storing or self.admission_paused or self._deciding_share.is_due:
-            with self._deciding_share.measured():
-                self._decide()
-        self._commit()
-        if stored is not None:
-            batch, new = stored
+            report = self._report
+            with self._deciding_share.measured(), self._brief_decisions.measured(lambda: report.decided):
+                self._decide(self._brief_decisions.records if brief else MOST_RECORDS)
+
+    @property
+    def uncommitted(self) -> frozenset[str]:
+        """The tenants that have rows to be committed: their state in memory is ahead of the journal."""
+        names: set[str] = set()
+        for rows in self._rows:
+            names.update([rows.tenant] if isinstance(rows, Row) else rows.column("tenant").to_pylist())
+        return frozenset(names)
+
+    def end_step(self) -> StepReport:
+        """The part of a step after its commit: receipts, and prompts to the LLM."""
+        if self._stored is not None:
+            batch, new = self._stored
             batch.acknowledge(new)
         self.llm_calls.submit()
         self.deciding = False
         return self._report
 
-    def _commit(self) -> None:
+    def commit_step(self) -> None:
+        """Commit the rows of a step that was begun. Another thread may do it, while searches read."""
         with self._trace.span("commit", rows=row_count(self._rows)):
             rows, self._rows = self._rows, []
             self._journal.append(rows)
             self._redaction.delete_obsolete_rows()
 
-    def _admit(self) -> tuple[Batch, Admitted] | None:
-        """Store a batch of the inbox, if there is one and the arena has room for it.
+    def _admit(self, brief: bool) -> tuple[Batch, Admitted] | None:
+        """Store a batch of the inbox, if there is one and the arena has room for it; a small one if `brief`.
 
         Returns the batch, to be acknowledged once it is committed.
         """
@@ -236,7 +194,8 @@ class Scheduler:
             self._resume_admission_at = None  # the waiting tenants may have been erased or moved away
         if self.inbox.is_empty or self.admission_paused:
             return None
-        batch = self.inbox.take(self._batch_sizer.step_turns(bulk=self.inbox.serves_block))
+        most = self._batch_sizer.step_turns(bulk=self.inbox.serves_block)
+        batch = self.inbox.take(min(most, QUICK_TURNS) if brief else most)
         try:
             with self._batch_sizer.measured() as admitted, self._trace.span("admit", turns=batch.turns.size):
                 new = self._admission.admit(batch.turns)
@@ -299,14 +258,17 @@ class Scheduler:
         run.add_usage(reply.usage)
         return self._next(run, reply.reply)
 
-    def _decide(self) -> None:
-        """Decide each ready tenant's records up to the first that needs more than the gate."""
+    def _decide(self, records: int) -> None:
+        """Decide each ready tenant's records up to the first that needs more than the gate.
+
+        `records`: about how many in all.
+        """
         if not self.decisions.ready_count:
             return
         if self.inbox.has_tickets and self.llm_calls.is_saturated and not self.admission_paused:
             return
         with self._trace.span("decide", tenants=self.decisions.ready_count):
-            ahead = self.decisions.begin_ahead(self._lookahead_turns)
+            ahead = self.decisions.begin_ahead(self._lookahead_turns, records)
             queries = [(run.tenant, effect.seq) for run, effect in ahead if isinstance(effect, ReadGate)]
             with self._trace.span("gate", queries=len(queries)):
                 readings = iter(self._effects.gate(queries))
@@ -411,12 +373,6 @@ class Scheduler:
         self._report.decisions[outcome.decision] += 1
         self.decisions.finish(run)
         self.decisions.add(tenant)
-
-    def _evict(self, tenant: Tenant) -> None:
-        self.decisions.unready(tenant.name)
-        if self.evict is None:
-            raise MemoryError(f"the arena has no room for the memories of tenant {tenant.name!r}")
-        self.evict(tenant)
 
 
 def _signed(run: DecisionRun, memory: Memory) -> Memory:

@@ -159,6 +159,11 @@ class Journal(JournalReads):
             self.info = replace(self.info, format_version=FORMAT_VERSION)
             write_info(self.location, self.info)
 
+    @property
+    def commits_quickly(self) -> bool:
+        """Whether an append of a few rows takes about a tenth of a millisecond."""
+        return self._tail is not None and self._wal is not None and self._wal.commits_quickly
+
     @cached_property
     def _tail(self) -> Tail | None:
         return Tail(self._wal, self._move) if self._wal is not None and self._wal.takes_commits else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -42,6 +42,9 @@ SCHEMA = pa.schema(
 )
 
 _LSN, _EPOCH = map(SCHEMA.get_field_index, ("lsn", "epoch"))
+
+_ROW = pa.struct(list(SCHEMA))
+_others = attrgetter(*(name for name in SCHEMA.names if name not in ("vector", "payload")))
 
 KEYS_PER_FILTER = 512
 ROWS_PER_BATCH = 4_096
@@ -119,10 +122,11 @@ def row_count(rows: Iterable[Rows]) -> int:
 
 def to_batch(rows: Sequence[Row]) -> pa.RecordBatch:
     """The rows as a record batch with SCHEMA."""
-    columns: dict[str, Any] = {name: list(map(attrgetter(name), rows)) for name in SCHEMA.names}
-    columns["vector"] = [None if vector is None else vector.tobytes() for vector in columns["vector"]]
-    arrays = [pa.array(columns[field.name], field.type) for field in SCHEMA]
-    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+    values = [
+        (*_others(row), None if row.vector is None else row.vector.tobytes(), row.payload) for row in rows
+    ]
+    # one array of structs takes a third of the time of ten columns, for a few rows
+    return pa.RecordBatch.from_struct_array(pa.array(values, _ROW))
 
 
 def to_table(rows: Sequence[Row]) -> pa.Table:

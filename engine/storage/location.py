@@ -68,14 +68,15 @@ class Location:
     @property
     def folder(self) -> Path | None:
         """The folder; None on an object store."""
-        return None if self.uri.startswith(S3) else Path(self.uri)
+        return _folder_at(self.uri)
 
     def read(self, name: str) -> bytes | None:
         """The whole file; None if there is none."""
         with _store_errors("read", self / name):
             try:
                 if self.folder is not None:
-                    return (self.folder / name).read_bytes()
+                    with open(f"{self.uri}/{name}", "rb") as file:  # noqa: PTH123 - read at each commit
+                        return file.read()
                 client, key = self._at(name)
                 return bytes(obstore.get(client, key).bytes())
             except FileNotFoundError:
@@ -206,6 +207,11 @@ class Appender:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+@lru_cache
+def _folder_at(uri: str) -> Path | None:
+    return None if uri.startswith(S3) else Path(uri)
 
 
 def _below(key: str) -> str | None:

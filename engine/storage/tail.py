@@ -22,6 +22,10 @@ ROWS_PER_FLUSH = 32_768
 MOST_FLUSHES = 4
 
 
+Commit = tuple[int, pa.RecordBatch, int]
+"""The first lsn of its rows, the rows without lsns and epochs, and the epoch of the writer."""
+
+
 class Tail:
     """Owns the log of a writer, the rows in it, and the thread that moves them to Lance in the background.
 
@@ -32,10 +36,10 @@ class Tail:
     def __init__(self, wal: WriteAheadLog, move: Callable[[Sequence[pa.RecordBatch]], None]) -> None:
         self._wal = wal
         self._move = move
-        self._waiting: list[pa.RecordBatch] = []
+        self._waiting: list[Commit] = []
         self._waiting_rows = 0
         # what a flush is moving, or a failed one has left, and the segments that have it
-        self._moving: list[pa.RecordBatch] = []
+        self._moving: list[Commit] = []
         self._segments: list[str] = []
         self._thread: ThreadPoolExecutor | None = None
         self._flush: Future[None] | None = None
@@ -45,7 +49,7 @@ class Tail:
         if len(self._moving) > MOST_FLUSHES * self._wal.most_entries:  # flushes keep failing
             self.settle()
         self._wal.append(first_lsn, batch)
-        self._waiting.append(numbered(batch, first_lsn, epoch))
+        self._waiting.append((first_lsn, batch, epoch))
         self._waiting_rows += batch.num_rows
 
     def flush_if_due(self) -> None:
@@ -83,7 +87,7 @@ class Tail:
 
     def _run(self) -> None:
         if self._moving:
-            self._move(self._moving)
+            self._move(_numbered(self._moving))
             self._moving = []
         self._wal.remove(self._segments)
         self._segments = []
@@ -98,3 +102,10 @@ class Tail:
             raise
         except (*LANCE_ERRORS, StoreError) as error:
             log.warning("the log waits to be moved to Lance: %s. Free some space.", error)
+
+
+def _numbered(commits: Sequence[Commit]) -> list[pa.RecordBatch]:
+    """Each commit with its lsns and its epoch, which one writer has given in a row."""
+    first_lsn, _, epoch = commits[0]
+    rows = numbered(pa.concat_batches([batch for _, batch, _ in commits]), first_lsn, epoch)
+    return [rows.slice(lsn - first_lsn, batch.num_rows) for lsn, batch, _ in commits]

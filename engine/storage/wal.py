@@ -148,6 +148,11 @@ class WriteAheadLog:
             next((mounts[p] for p in (folder, *folder.parents) if p in mounts), "") in COHERENT_FILE_SYSTEMS
         )
 
+    @property
+    def commits_quickly(self) -> bool:
+        """Whether an append waits for no disk and no network."""
+        return self._location.folder is not None and not self._fsync
+
     # ---- reading
 
     def read(self) -> LogContent:

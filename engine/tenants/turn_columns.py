@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from undertow.engine.base.model import PackedTurn
-from undertow.engine.storage.journal_rows import SCHEMA, binary_vectors
+from undertow.engine.storage.journal_rows import SCHEMA, Row, Rows, binary_vectors
 from undertow.engine.storage.row_codec import TURNS, given_vectors, stamped
 
 if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torch
@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torc
 
 
 V = TypeVar("V")
+
+# So many turns take longer as single rows than as a record batch.
+FEW_TURNS = 16
 
 
 class TurnColumns(NamedTuple):
@@ -41,7 +44,8 @@ class TurnColumns(NamedTuple):
     @classmethod
     def of(cls, turns: Collection[PackedTurn]) -> Self:
         columns: list[Any] = list(zip(*turns, strict=True)) or [()] * len(TURNS)
-        columns[-1] = given_vectors(pa.array(columns[-1], pa.binary()))
+        given = any(vector is not None for vector in columns[-1])
+        columns[-1] = given_vectors(pa.array(columns[-1], pa.binary())) if given else None
         return cls(*columns)
 
     @classmethod
@@ -164,9 +168,18 @@ class PlacedTurns:
         add_keys(keys, self.owners, self.hashes)
         return seqs
 
-    def rows(self, seqs: NDArray[np.int64], vectors: Float16) -> tuple[Sequence[str], pa.RecordBatch]:
-        """The ids of the turns, and their rows of the journal, whose lsn and epoch are yet to be set."""
+    def rows(self, seqs: NDArray[np.int64], vectors: Float16) -> tuple[Sequence[str], Sequence[Rows]]:
+        """The ids of the turns, and their rows of the journal, whose lsn and epoch are yet to be set.
+
+        Few turns are single rows: they become one record batch with the other rows of their commit.
+        """
         ids = turn_ids(self.tenants, self.owners, seqs)
+        if len(self) <= FEW_TURNS:
+            owners = [self.tenants[owner] for owner in self.owners.tolist()]
+            turns = zip(
+                owners, seqs.tolist(), self.payloads, ids, self.timestamps, list(vectors), strict=True
+            )
+            return ids, [Row("turn", owner.name, owner.key, *turn) for owner, *turn in turns]
         count, owners = len(self), pa.array(self.owners)
         unset = pa.array(np.zeros(count, np.int64))
         columns = {
@@ -181,7 +194,7 @@ class PlacedTurns:
             "vector": binary_vectors(vectors),
             "payload": pa.array(self.payloads, pa.binary()),
         }
-        return ids, pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+        return ids, [pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)]
 
 
 def turn_ids(tenants: Sequence[Tenant], owners: NDArray[np.int64], seqs: NDArray[np.int64]) -> list[str]:

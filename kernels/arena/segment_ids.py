@@ -54,6 +54,8 @@ class SegmentIds:
     def slots_of(self, segments: ArrayLike) -> Int64s:
         """The slots of existing segments, int64 [n]. ValueError names one that does not exist."""
         ids = np.atleast_1d(np.asarray(segments, np.int64))
+        if len(ids) == 1:
+            return np.array([self.slot_of(int(ids[0]))])
         slots = ids & self._slot_mask
         # A slot beyond the table is compared with the last, which has another id.
         held = self._ids[np.minimum(slots, len(self._ids) - 1)]

@@ -107,6 +107,12 @@ class SlabTable:
         """The row number of each new row, after making room for all of them. MemoryError."""
         if len(owners) == 0:
             return np.zeros(0, np.int64)
+        if len(owners) == 1:
+            slot = int(owners[0])
+            length = int(self._length[slot])
+            if length >= self._capacity[slot]:
+                self._move(slot, length + 1)
+            return np.array([length])
         order = np.argsort(owners, kind="stable")
         slots, starts, counts = np.unique(owners[order], return_index=True, return_counts=True)
         needed = self._length[slots] + counts

@@ -9,7 +9,7 @@ from undertow.kernels.arena.arena import PRESENT
 from undertow.kernels.arena.compiled_rows import Bytes, Halves, fit_rows, jit, lean
 from undertow.kernels.arena.vector_checks import Float16s
 from undertow.kernels.error_bounds import error_slack
-from undertow.kernels.gate.cpu_gate import TILE, dot64, offer, sort_heap, stream32, widen_row
+from undertow.kernels.gate.scan import TILE, dot64, offer, sort_heap, stream32, widen_row
 from undertow.kernels.topk.combined_score import CANDIDATES, raised
 
 Rows = NDArray[np.bool_]

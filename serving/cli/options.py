@@ -181,6 +181,14 @@ def check_settings(settings: Settings) -> None:
             OpenAILLM(settings).close()
 
 
+def refuse_store(root: Location) -> None:
+    """WrongUsage: the location is the store of one process, but the command is for a cluster."""
+    from undertow.engine.storage.store_info import is_store
+
+    if is_store(root):
+        raise WrongUsage(f"{root} is the store of one process, not a cluster's root. Name another folder.")
+
+
 def logs_at(paths: list[str]) -> list[Log]:
     """The logs that the paths name. WrongUsage: a path names none."""
     from undertow.engine.readers import find_logs

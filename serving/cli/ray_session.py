@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from undertow.engine.storage.location import Location
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
-from undertow.serving.cli.options import check_settings
+from undertow.serving.cli.options import check_settings, refuse_store
 from undertow.serving.cli.output import say
 
 if TYPE_CHECKING:
@@ -46,10 +46,8 @@ def open_cluster(
     from undertow.engine.base.process_tuning import without_pandas
     from undertow.engine.cluster.settings import ClusterSettings
     from undertow.engine.cluster.shard_map import exists, load
-    from undertow.engine.storage.store_info import is_store
 
-    if is_store(root):
-        raise WrongUsage(f"{root} is the store of one process, not a cluster's root. Name another folder.")
+    refuse_store(root)
     if shards is None and not exists(root):
         raise WrongUsage(f"{root} is not a cluster's root yet: give the number of shards with --shards.")
     check_settings(settings)

@@ -13,13 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
-from undertow.serving.http.job_actions import works
+from undertow.serving.http.jobs.actions import works
 from undertow.serving.http.mcp_endpoint import mcp_mounted
 from undertow.serving.http.middleware.front import Front
 from undertow.serving.http.middleware.request_observer import RequestObserver
 from undertow.serving.http.openapi import TITLE, describe
 from undertow.serving.http.problems import SLUG, problem_of
 from undertow.serving.http.routes import add, admin, health, memories, search_and_answer, tenants
+from undertow.serving.http.routes.access import GuardedRoute
 from undertow.serving.http.service import Service
 from undertow.serving.telemetry.tracing import Tracing
 
@@ -38,7 +39,9 @@ def make_app(service: Service, tracing: Tracing | None = None) -> FastAPI:
     app.state.service = service
     for routes in (add, search_and_answer, memories, tenants, admin, health):
         app.include_router(routes.router)
-    app.add_middleware(Front, load=service.load, guard=service.guard)
+    hot = (*add.router.routes, *search_and_answer.router.routes)
+    direct = [route for route in hot if isinstance(route, GuardedRoute) and route.access.direct]
+    app.add_middleware(Front, load=service.load, guard=service.guard, direct=direct)
     app.add_middleware(
         RequestObserver, metrics=service.metrics, tenant_key=service.memories.tenant_key, tracing=tracing
     )

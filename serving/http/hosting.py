@@ -25,7 +25,7 @@ from undertow.serving.http.app import make_app
 from undertow.serving.http.mcp_endpoint import HERE, in_process
 from undertow.serving.http.middleware.guard import Guard, KeyGuard, OpenGuard, is_loopback
 from undertow.serving.http.middleware.token_budget import TokenBudgets
-from undertow.serving.http.server import HttpServer, bound
+from undertow.serving.http.server import HttpServer, bound, run_loop
 from undertow.serving.http.service import Service
 from undertow.serving.http.service_settings import ServiceSettings
 from undertow.serving.http.state_db import StateDb
@@ -34,6 +34,9 @@ from undertow.serving.mcp.stdio import serve_stdio
 from undertow.serving.telemetry.tracing import tracing
 
 STATE_NAME = "service"
+
+# given the event loop that serves; called on another thread
+OpenMemories = Callable[[asyncio.AbstractEventLoop], AsyncMemories]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def _guard(stack: ExitStack, keys_path: Path | None) -> Guard:
 
 
 def run(
-    open_memories: Callable[[], AsyncMemories],
+    open_memories: OpenMemories,
     files: Files,
     host: str,
     port: int,
@@ -111,26 +114,26 @@ def run(
     listening = bound(host, port)  # before the store is opened, which takes long
 
     async def serve() -> None:
-        async with await asyncio.to_thread(open_memories) as memories:
+        async with await asyncio.to_thread(open_memories, asyncio.get_running_loop()) as memories:
             with hosted(memories, files, settings, engine) as app:
                 await HttpServer(app, host, listening[0].getsockname()[1], on_start).serve(listening)
 
     try:
-        asyncio.run(serve())
+        run_loop(serve())
     finally:
         for one in listening:
             one.close()
 
 
 async def serve_mcp(
-    open_memories: Callable[[], AsyncMemories],
+    open_memories: OpenMemories,
     files: Files,
     tenant: str | None,
     settings: ServiceSettings,
     engine: Settings,
 ) -> None:
     """Serve MCP on stdio over a store of this machine, until standard input ends. UndertowError."""
-    async with await asyncio.to_thread(open_memories) as memories:
+    async with await asyncio.to_thread(open_memories, asyncio.get_running_loop()) as memories:
         with hosted(memories, files, settings, engine) as app:
             async with app.router.lifespan_context(app), in_process(app) as http:
                 await serve_stdio(Caller(AsyncClient(HERE, http=http), tenant))

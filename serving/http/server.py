@@ -6,25 +6,22 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any
 
-import h11
-import orjson
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.loops.auto import auto_loop_factory
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.process_tuning import open_files
-from undertow.serving.http.problems import MEDIA_TYPE, Problem
+from undertow.serving.http.protocol import Protocol
 from undertow.serving.http.service import Service
 from undertow.serving.http.service_settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 
-MAX_HEADER_BYTES = 32 << 10
 BACKLOG = 2_048
 # connections that the event loop takes at once, before any of them can be refused
 ACCEPTED_AT_ONCE = 64
@@ -32,7 +29,6 @@ ACCEPTED_AT_ONCE = 64
 FILES_KEPT = 512
 ACCEPT_LOG_S = 60.0
 NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-TOO_MANY = "Too many connections are open. Try again in a moment."
 
 
 class HttpServer(uvicorn.Server):
@@ -91,6 +87,12 @@ class HttpServer(uvicorn.Server):
         except TimeoutError:
             log.warning("%d requests are cut off", self._service.load.under_way)
         self.should_exit = True
+
+
+def run_loop(work: Coroutine[Any, Any, None]) -> None:
+    """As asyncio.run, on uvloop where it is installed."""
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        runner.run(work)
 
 
 def connections_possible(wanted: int) -> int:
@@ -153,7 +155,6 @@ def config_of(app: FastAPI, host: str, port: int, settings: ServiceSettings) -> 
         port=port,
         http=Protocol,
         ws="none",
-        loop="asyncio",
         lifespan="on",
         log_config=None,
         access_log=False,
@@ -162,119 +163,4 @@ def config_of(app: FastAPI, host: str, port: int, settings: ServiceSettings) -> 
         backlog=ACCEPTED_AT_ONCE,
         timeout_keep_alive=settings.keep_alive_s,
         timeout_graceful_shutdown=1,  # `_drain` has waited already
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )
-
-
-class Protocol(H11Protocol):
-    """uvicorn's protocol with a bound on connections and a deadline for each phase of a request.
-
-    headers: from the first byte, or the beginning of the connection; an idle connection does not stay for
-    ever. body: for the rest of a body whose request is answered already; it is discarded, and has as long
-    as any body. read: a client that reads nothing of a response is cut off.
-    """
-
-    _answered: RequestResponseCycle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._deadlines: dict[str, asyncio.TimerHandle] = {}
-        super().connection_made(transport)
-        if len(self.connections) > self.config.app.state.max_connections:  # type: ignore[union-attr]
-            self._say(Problem(429, "connections", TOO_MANY, retry_after_s=1))
-        else:
-            self._start("headers", self._settings.header_timeout_s, self._too_slow)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        # one piece may hold the end of a late body and the beginning of the next request
-        if self.cycle is not self._answered or self.conn.their_state is not h11.SEND_BODY:
-            self._stop("body")
-        if self.conn.their_state is not h11.IDLE:  # the headers are complete
-            self._stop("headers")
-        elif not self.conn.trailing_data[0]:  # it was the end of a discarded body
-            self._stay_alive()
-        elif "headers" not in self._deadlines:
-            self._start("headers", self._settings.header_timeout_s, self._too_slow)
-
-    def eof_received(self) -> None:
-        """Answers an incomplete request with 400. After a complete one the client counts as disconnected."""
-        if self._lacks_body:
-            self.cycle.disconnected = True  # the application's response would come too late
-        is_cut = self._lacks_body or (self.conn.their_state is h11.IDLE and self.conn.trailing_data[0])
-        if is_cut and not self.transport.is_closing():
-            self._say(Problem(400, "cut-off", "The connection ended within a request."))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        for name in list(self._deadlines):
-            self._stop(name)
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        """The write buffer is full: the client must read some of it."""
-        super().pause_writing()
-        self._start("read", self._settings.read_timeout_s, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop("read")
-
-    def on_response_complete(self) -> None:
-        self._answered = answered = self.cycle
-        super().on_response_complete()
-        if self.cycle is not answered:  # the next request is being served already
-            return
-        if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
-            self._unset_keepalive_if_required()  # it may be shorter
-            self._start("body", self._settings.body_timeout_s, self.transport.close)
-
-    @property
-    def _lacks_body(self) -> bool:
-        """Whether a request is incomplete and not answered yet."""
-        return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.SEND_RESPONSE
-
-    @property
-    def _settings(self) -> ServiceSettings:
-        settings: ServiceSettings = self.config.app.state.service.settings  # type: ignore[union-attr]
-        return settings
-
-    def _stay_alive(self) -> None:
-        """Starts uvicorn's keep-alive timer, as after a response; any further data stops it."""
-        self._unset_keepalive_if_required()
-        later = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-        self.timeout_keep_alive_task = later
-
-    def _start(self, name: str, after_s: float, act: Callable[[], None]) -> None:
-        self._deadlines[name] = self.loop.call_later(after_s, act)
-
-    def _stop(self, name: str) -> None:
-        if (deadline := self._deadlines.pop(name, None)) is not None:
-            deadline.cancel()
-
-    def _too_slow(self) -> None:
-        self._stop("headers")
-        if self.transport.is_closing() or self.conn.their_state is not h11.IDLE:
-            return
-        self._say(Problem(408, "slow", "The request's headers did not come in time."))
-
-    def send_400_response(self, msg: str) -> None:
-        """uvicorn's response to invalid HTTP."""
-        self._say(Problem(400, "", "This is no HTTP/1.1 request, or its headers are too large."))
-
-    def _say(self, problem: Problem) -> None:
-        """Respond outside of any request, and close; if a response has begun, only close."""
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()
-            return
-        body = orjson.dumps(problem.document)
-        headers = [
-            ("content-type", MEDIA_TYPE),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-            *(problem.headers or {}).items(),
-        ]
-        response = h11.Response(status_code=problem.status_code, headers=headers)
-        events: list[Any] = [response, h11.Data(data=body), h11.EndOfMessage()]
-        for event in events:
-            if output := self.conn.send(event):
-                self.transport.write(output)
-        self.transport.close()

@@ -16,7 +16,7 @@ from undertow.serving.auth.audit import AuditLog, AuditOutcome, Entry, RefusalCo
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.limits import answer_tokens
 from undertow.serving.auth.principal import Principal
-from undertow.serving.http.jobs import JobQueue
+from undertow.serving.http.jobs.queue import JobQueue
 from undertow.serving.http.middleware.front import sender_of
 from undertow.serving.http.middleware.guard import Guard
 from undertow.serving.http.middleware.idempotency import AGAIN, IdempotencyStore

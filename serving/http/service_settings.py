@@ -38,8 +38,9 @@ class ServiceSettings(BaseSettings):
     max_requests: int = Field(default=256, ge=2)
     max_tenant_requests: int = Field(default=32, ge=1)
     max_key_requests: int = Field(default=128, ge=1)
-    # turns of one tenant that are being stored: a quarter of the engine's queue_turns
+    # turns that are being stored, of one tenant and with one key: a quarter and half of queue_turns
     max_tenant_turns: int = Field(default=2_048, ge=1)
+    max_key_turns: int = Field(default=4_096, ge=1)
     # requests that wait for an LLM or a reader; and imports, whose bodies are in memory: one of a tenant, and
     # half of them with one key
     max_long_requests: int = Field(default=128, ge=1)

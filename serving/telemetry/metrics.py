@@ -1,8 +1,8 @@
 """Prometheus metrics: of the HTTP service, counted here, and of the engines, from their shards' status.
 
-Shards count in plain data (engine/step/shard_metrics.py), which is part of their status: the same for a shard
-in this process and for one on Ray. A shard that does not respond is reported as down. No metric has a
-tenant label.
+Shards count in plain data (engine/cluster/shard/shard_metrics.py), which is part of their status: the same
+for a shard in this process, in another, and on Ray. A shard that does not respond is reported as down. No
+metric has a tenant label.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from undertow.engine.step.shard_metrics import BOUNDS_S
+from undertow.engine.cluster.shard.shard_metrics import BOUNDS_S
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # statuses that refuse a request, though its content may be valid

@@ -18,6 +18,9 @@ from undertow.bench.peers.process import PYTHON, PeerError, PeerProcess, added, 
 from undertow.bench.peers.throughput import drive
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.systems.peer import PeerSystem
+from undertow.bench.system.service.mem0 import Mem0Service
+from undertow.bench.system.service.parts import Filled, Mix
+from undertow.bench.system.service.world import World
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn
 
@@ -165,3 +168,14 @@ def test_a_runner_outlives_its_asker_by_seconds_only(tmp_path: Path) -> None:
         finally:
             runner.kill()
             runner.wait()
+
+
+def test_mem0_behind_its_wrapper_takes_the_requests_of_the_service_benchmark(tmp_path: Path) -> None:
+    """Without any LLM server: an add that asked one would fail."""
+    world = World(turns=2, tenants=2)
+    filled = Filled.make(Mem0Service(world), world, tmp_path / "filled")
+    with filled.loaded(Mix(1, 1), "commit") as load:
+        outcome, figures = load.at_rate(10.0, 2.0)
+    assert set(outcome.statuses) == {200}
+    assert all(len(ids) for ids in outcome.acknowledged().values())
+    assert figures["service_cpu_ms_per_request"] > 0

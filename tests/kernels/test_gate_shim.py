@@ -38,6 +38,7 @@ from ..support.kernels.gate_worlds import (
     EVERYTHING,
     NUMBA,
     NUMPY_ON_DEVICE,
+    PLANNED,
     SHIM,
     Backend,
     World,
@@ -254,7 +255,7 @@ def test_a_plan_keeps_within_its_space(queries: int, tenants: int, rows: int, k:
     assert ((tasks - 1) * plan.group_stride < rows).all()
 
 
-@pytest.mark.parametrize("backend", [NUMBA, SHIM])
+@pytest.mark.parametrize("backend", [PLANNED, SHIM])
 def test_a_batch_read_in_parts_reads_as_the_whole(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(6)
     world, pool = close_world(rng, 64, backend)

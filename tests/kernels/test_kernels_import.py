@@ -122,6 +122,8 @@ def test_with_torch_and_numpy_alone_a_device_arena_works() -> None:
                 "host_memory",
                 "bm25",
                 "cpu_gate",
+                "few_queries",
+                "scan",
                 "hashed_words",
                 "key_table",
                 "host_rows",

@@ -19,7 +19,7 @@ from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.base.model import Turn, UndertowError, Usage
 from undertow.engine.base.queries import AnswerQuery, SearchQuery, TenantUsageQuery
 from undertow.engine.base.results import Answer, SearchResult
-from undertow.engine.cluster.routing.in_process import InProcess
+from undertow.engine.cluster.in_process import InProcess
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard import answer_streams as answering
 from undertow.engine.cluster.shard.answer_streams import AnswerStream, AnswerStreams, UnknownTicket

@@ -12,10 +12,9 @@ from undertow.engine.base.model import UndertowError
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.ray.actors import RayShard, Starter
 from undertow.engine.cluster.resharding.coordinator import MoveProgress, ReshardReport, reshard, resume
-from undertow.engine.cluster.root import agree_on_thresholds
+from undertow.engine.cluster.root import agree_on_thresholds, make_root
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.cluster.shard_map import MapConflict, ShardMap
 from undertow.engine.storage.location import Location
 
 
@@ -71,7 +70,7 @@ class Cluster(Router):
 
     def _ended(self, done: ReshardReport) -> ReshardReport:
         removed = self._pool.shards - set(done.shard_map.all_shards)
-        self._begin(self._notify(sorted(removed))).result()
+        self._tasks.begin(self._notify(sorted(removed))).result()
         return done
 
     async def _notify(self, removed: Sequence[str]) -> None:
@@ -82,7 +81,7 @@ class Cluster(Router):
 
     def stop(self) -> None:
         """Close every shard's engine and end its actor. `open` starts them again, from their journals."""
-        self._begin(self._end()).result()
+        self._tasks.begin(self._end()).result()
         self.close()
 
     async def _end(self) -> None:
@@ -92,12 +91,7 @@ class Cluster(Router):
 
 def _begin(root: Location, shards: int) -> None:
     """Make a root of so many shards, if there is none."""
-    if shards < 1:
-        raise ValueError(f"a cluster has one shard or more, not {shards}")
-    if not shard_map.exists(root):
-        names = [f"s{number:04d}" for number in range(1, shards + 1)]
-        with suppress(MapConflict):  # another driver was quicker
-            shard_map.publish(root, ShardMap.new(names))
+    make_root(root, shards)
     found = shard_map.load(root)
     if len(found.shards) != shards:
         raise UndertowError(

@@ -31,8 +31,8 @@ class ShardDown(UndertowError):
         why = str(self.why).rstrip(".")
         return (
             f"shard {self.shard} could not be used for {self.waited_s:.0f} s: {why}. `undertow cluster "
-            "status` shows how it is, `ray status` whether there is room for it. Mend that and try again; "
-            "UNDERTOW_CLUSTER_PATIENCE_S is how long calls wait."
+            "status` shows how it is, on Ray `ray status` whether there is room for it. Mend that and try "
+            "again; UNDERTOW_CLUSTER_PATIENCE_S is how long calls wait."
         )
 
 

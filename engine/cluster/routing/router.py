@@ -1,14 +1,14 @@
 """MemoryApi over all shards of a root.
 
-One thread runs the routing and serves callers on any thread. A slow shard does not delay calls to others.
+One event loop runs the routing and serves callers on any thread: a loop of its own on a thread, or the loop
+of a service, whose calls then change no thread. A slow shard does not delay calls to others.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
@@ -30,6 +30,7 @@ from undertow.engine.base.queries import (
 from undertow.engine.base.results import Receipt, TableReport
 from undertow.engine.cluster.root import SharedRoot
 from undertow.engine.cluster.routing.errors import Backoff, ShardCalls, ShardDown, ShardGone
+from undertow.engine.cluster.routing.loop_tasks import LoopTasks
 from undertow.engine.cluster.routing.shard_pool import ShardPool
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard_map import Removed
@@ -65,18 +66,19 @@ class Router(MemoryApi):
         connect: Callable[[str], ShardCalls],
         settings: ClusterSettings | None = None,
         max_message_bytes: int = 1_000_000,
+        *,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """`connect`: a shard's calls, by its id. `max_message_bytes`: see Settings. StoreError: no map."""
+        """`connect`: a shard's calls, by its id. `max_message_bytes`: see Settings. StoreError: no map.
+
+        `loop`: the running event loop that does the routing; its thread uses the methods `begin...` alone,
+        and this is closed on another. None: a thread does the routing.
+        """
         self._max_message_bytes = max_message_bytes
         self.root = SharedRoot.of(where)
         self.settings = settings or ClusterSettings()
         self._pool = ShardPool(self.root, connect, self.settings)
-        # guards `_closed`: a call that began after `close` would wait for a loop that has ended
-        self._closing = threading.Lock()
-        self._closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
-        self._thread.start()
+        self._tasks = LoopTasks(loop)
 
     def __enter__(self) -> Self:
         return self
@@ -88,13 +90,7 @@ class Router(MemoryApi):
 
     def close(self) -> None:
         """Stop routing, once pending calls have been answered. The shards go on."""
-        if self._thread.is_alive():
-            with self._closing:
-                self._closed = True
-            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        self._tasks.close(self._stop())
 
     # ---- queries and commands
 
@@ -104,15 +100,15 @@ class Router(MemoryApi):
 
     def begin(self, call: ApiCall[R]) -> Future[R]:
         """Begin a call without waiting for it. A shard skips a cancelled call that it has not begun."""
-        return self._begin(self._carry_out(call))
+        return self._tasks.begin(self._carry_out(call))
 
     def begin_stream(self, query: AnswerQuery) -> Future[AnswerTicket]:
         """Begin a streamed answer. `begin_at` asks its shard for the text: see Shard.answer_more."""
-        return self._begin(self._ask_owner("answer_begin", query))
+        return self._tasks.begin(self._ask_owner("answer_begin", query))
 
     def begin_at(self, shard: str, method: str, *args: Any) -> Future[Any]:
         """Begin one call of Shard, by name, repeated if it gets lost."""
-        return self._begin(self._ask_shard(shard, method, *args))
+        return self._tasks.begin(self._ask_shard(shard, method, *args))
 
     def ask_shard(self, shard: str, method: str, *args: Any) -> Any:
         """One call of Shard, by name, repeated if it gets lost."""
@@ -259,7 +255,7 @@ class Router(MemoryApi):
         Waits while too many turns wait for one of the shards.
         """
         check_turns(table)
-        return self._begin(self._pool.send(table, wait=True)).result()
+        return self._tasks.begin(self._pool.send(table, wait=True)).result()
 
     def submit_table(self, table: pa.Table) -> Future[pa.Table]:
         """Like `feed_table`, without waiting for room. QueueFull: too many turns wait for a shard.
@@ -267,17 +263,18 @@ class Router(MemoryApi):
         If one of these calls fails, those behind it at the same shard fail too.
         """
         check_turns(table)
-        return self._begin(self._pool.send(table, wait=False)).result()
+        return self._tasks.begin(self._pool.send(table, wait=False)).result()
 
-    def begin_add(self, table: pa.Table) -> Future[pa.Table]:
-        """Like `submit_table`, but QueueFull is set on the future. Cancelling it does not undo anything."""
-        check_turns(table)
+    def begin_add(self, turns: Sequence[Turn]) -> Future[list[Receipt]]:
+        """Begin to store turns. InputError; on the future QueueFull. Cancelling it undoes nothing."""
+        table = pack(turns)
 
-        async def stored() -> pa.Table:
+        async def stored() -> list[Receipt]:
             sent = await self._pool.send(table, wait=False)
-            return await asyncio.shield(asyncio.wrap_future(sent))
+            receipts = await asyncio.shield(asyncio.wrap_future(sent))
+            return unpack_receipts(receipts, [turn.tenant for turn in turns])
 
-        return self._begin(stored())
+        return self._tasks.begin(stored())
 
     # ---- shards
 
@@ -291,7 +288,7 @@ class Router(MemoryApi):
 
     def begin_status(self) -> Future[ShardStates]:
         """Begin `status` without waiting for it."""
-        return self._begin(self._status())
+        return self._tasks.begin(self._status())
 
     async def _status(self) -> ShardStates:
         shards = await self._pool.all_shards()
@@ -306,21 +303,9 @@ class Router(MemoryApi):
         except (UndertowError, TimeoutError) as error:
             return {"state": "unreachable", "failure": str(error) or "it does not answer", **ours}
 
-    # ---- the thread
-
-    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        with self._closing:
-            if not self._closed:
-                return asyncio.run_coroutine_threadsafe(work, self._loop)
-        work.close()
-        raise UndertowError("the router was closed. Open it again.")
-
     async def _stop(self) -> None:
         await self._pool.stop()
-        late = asyncio.all_tasks() - {asyncio.current_task()}  # calls of other threads, which wait for these
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await self._tasks.cancel()
 
 
 def _as_repeat(call: T) -> T:

@@ -16,12 +16,21 @@ from undertow.engine.base.queries import (
     DeleteCommand,
     DrainCommand,
     EraseCommand,
+    ExplainQuery,
+    ExportQuery,
     FlushCommand,
+    GetQuery,
+    HistoryQuery,
     ImportCommand,
+    ListQuery,
+    MemoriesQuery,
     MemoryCall,
+    PolicyQuery,
     R,
     SearchQuery,
     TenantCall,
+    TenantsQuery,
+    TenantStatsQuery,
     UpdateCommand,
 )
 from undertow.engine.base.results import Answer, Certificate, ImportReport, SearchResult
@@ -32,13 +41,27 @@ from undertow.engine.cluster.shard.answer_streams import (
     AnswerTicket,
     UnknownTicket,
 )
-from undertow.engine.cluster.shard.engine_thread import EngineThread
+from undertow.engine.cluster.shard.engine_work import EngineWork
 from undertow.engine.cluster.shard.index_build import AfterIndexBuild, CallerGone, IndexBuildQueue, forward
+from undertow.engine.cluster.shard.quick import is_quick_call, logs_quickly
 from undertow.engine.cluster.shard.supervisor import ShardSupervisor
 from undertow.engine.cluster.wire import Status
 from undertow.engine.llm.client import BrokenOff
 
 T = TypeVar("T")
+
+# They read the journal, and of memory what there is of their tenant. Counts load tenants, so they are none.
+READS = (
+    ExplainQuery,
+    ExportQuery,
+    GetQuery,
+    HistoryQuery,
+    ListQuery,
+    MemoriesQuery,
+    PolicyQuery,
+    TenantsQuery,
+    TenantStatsQuery,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,11 +77,11 @@ class RunningImport:
 class ApiCalls:
     """Begins calls, from any thread. Moved, InTransit: this shard does not serve the tenant."""
 
-    def __init__(self, shard: str, supervisor: ShardSupervisor, engine_thread: EngineThread) -> None:
+    def __init__(self, shard: str, supervisor: ShardSupervisor, work: EngineWork) -> None:
         self.streams = AnswerStreams(shard)
         self._supervisor = supervisor
-        self._engine_thread = engine_thread
-        self._ask = engine_thread.ask
+        self._work = work
+        self._ask = work.ask
         self._index_builds = IndexBuildQueue()
         self._imports: set[RunningImport] = set()
 
@@ -67,9 +90,15 @@ class ApiCalls:
         if (handler := HANDLERS.get(type(call))) is not None:
             begun: Future[R | None] = handler(self, call)
             return begun
+        tenant, reads = getattr(call, "tenant", None) or "", isinstance(call, READS)
         if isinstance(call, MemoryCall):
-            return self._ask(lambda engine: self._on_memory(engine, call))
-        return self._ask(lambda engine: self._on_tenant(engine, call))
+            return self._ask(lambda engine: self._on_memory(engine, call), tenant=tenant, reads=reads)
+        return self._ask(
+            lambda engine: self._on_tenant(engine, call),
+            is_quick=lambda engine: is_quick_call(engine, call),
+            tenant=tenant,
+            reads=reads,
+        )
 
     def _on_tenant(self, engine: Engine, call: ApiCall[R]) -> R:
         if isinstance(call, TenantCall):
@@ -87,24 +116,31 @@ class ApiCalls:
 
     def _check(self, tenant: str) -> None:
         """Moved, InTransit."""
-        for refusal in self._engine_thread.refusals(frozenset([tenant])).values():
+        for refusal in self._work.calls.refusals(frozenset([tenant])).values():
             raise refusal
 
     # ---- search and answers
 
     def _search(self, query: SearchQuery) -> Future[SearchResult]:
-        return self._after_index_build(query.tenant, lambda engine: engine.call(query))
+        return self._after_index_build(query, lambda engine: engine.call(query))
 
-    def _after_index_build(self, tenant: str, act: Callable[[Engine], T]) -> Future[T]:
-        prepared = AfterIndexBuild(self._index_builds, tenant, self._check, act)
-        return prepared.promised(self._ask(prepared, wait=True))
+    def _after_index_build(self, query: SearchQuery | AnswerQuery, act: Callable[[Engine], T]) -> Future[T]:
+        prepared = AfterIndexBuild(self._index_builds, query, self._check, act)
+        asked = self._ask(
+            prepared,
+            wait=True,
+            is_quick=lambda engine: is_quick_call(engine, query),
+            tenant=query.tenant,
+            searches=isinstance(query, SearchQuery),
+        )
+        return prepared.promised(asked)
 
     def _answer(self, query: AnswerQuery) -> Future[Answer]:
         """Cancelling the future cancels the LLM call."""
         asked: tuple[Engine, PendingAnswer] | None = None
         ready = AfterIndexBuild(
             self._index_builds,
-            query.tenant,
+            query,
             self._check,
             lambda engine: (engine, self._asked(engine, query)),
         )
@@ -119,7 +155,9 @@ class ApiCalls:
                 asked = ready(engine) or asked
             return None if asked is None or asked[0] is not engine else engine.heard(asked[1])
 
-        return ready.promised(self._ask(answer, wait=True))
+        return ready.promised(
+            self._ask(answer, wait=True, is_quick=lambda engine: is_quick_call(engine, query))
+        )
 
     def _asked(self, engine: Engine, query: AnswerQuery, stream: AnswerStream | None = None) -> PendingAnswer:
         self._check(query.tenant)
@@ -127,7 +165,7 @@ class ApiCalls:
 
     def begin_stream(self, query: AnswerQuery) -> Future[AnswerTicket]:
         """Begin a streamed answer; see AnswerStreams. The LLM's errors come with its text."""
-        return self._after_index_build(query.tenant, lambda engine: self._streamed(engine, query))
+        return self._after_index_build(query, lambda engine: self._streamed(engine, query))
 
     def _streamed(self, engine: Engine, query: AnswerQuery) -> AnswerTicket:
         stream = AnswerStream(query.tenant)
@@ -145,7 +183,8 @@ class ApiCalls:
                 opened, pending = engine, self._asked(engine, query, stream)
             return engine.heard(pending)
 
-        self._ask(hear, wait=True).add_done_callback(stream.end)
+        heard = self._ask(hear, wait=True, is_quick=lambda engine: is_quick_call(engine, query))
+        heard.add_done_callback(stream.end)
         return self.streams.add(stream)
 
     # ---- changes
@@ -158,7 +197,7 @@ class ApiCalls:
                 return done
             return self._on_memory(engine, command)
 
-        return self._ask(edit)
+        return self._ask(edit, tenant=command.tenant or "")
 
     def _flush(self, command: FlushCommand) -> Future[bool]:
         """Other calls go on meanwhile. A repeat takes a flush at the log's end for its own."""
@@ -177,20 +216,24 @@ class ApiCalls:
                 return tenant not in engine.scheduler.blocked
             return False if engine.server_lost else None
 
-        return self._ask(flushed, wait=True)
+        return self._ask(
+            flushed,
+            wait=True,
+            is_quick=lambda engine: logged or (not command.again and logs_quickly(engine, tenant)),
+        )
 
     def _drain(self, _: DrainCommand) -> Future[bool]:
         def drained(engine: Engine) -> bool | None:
             if engine.server_lost:
                 return False
-            return not engine.scheduler.blocked if engine.idle and not self._engine_thread.calls else None
+            return not engine.scheduler.blocked if engine.idle and not self._work.calls else None
 
-        return self._ask(drained, wait=True)
+        return self._ask(drained, wait=True, is_quick=lambda _: True)
 
     def _erase(self, command: EraseCommand) -> Future[Certificate | None]:
         """A purge rewrites files of the whole store, so one purge serves all erasures that wait for it."""
         if not command.now:
-            return self._ask(lambda engine: self._erase_now(engine, command))
+            return self._ask(lambda engine: self._erase_now(engine, command), tenant=command.tenant)
         gone = False
 
         def erased(engine: Engine) -> tuple[Certificate | None] | None:
@@ -216,7 +259,7 @@ class ApiCalls:
         self._supervisor.quarantine.forget(tenant)
         if command.again and tenant not in engine.tenants:
             return
-        for call in self._engine_thread.calls:
+        for call in self._work.calls:
             call.withdraw(tenant, (Status.STORED, None, None, None))
         engine.erase(tenant)
 
@@ -235,7 +278,7 @@ class ApiCalls:
                 self._imports.add(running)
             return engine.go_on_importing(running.pending)
 
-        imported = self._ask(go_on, wait=True)
+        imported = self._ask(go_on, wait=True, tenant=command.tenant)
         imported.add_done_callback(lambda _: self._imports.discard(running))
         return imported
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from undertow.engine.base.model import PackedTurn, UndertowError
 from undertow.engine.base.results import Receipt
 from undertow.engine.base.trace_context import current_traceparent
-from undertow.engine.cluster.wire import Status, check_turns, receipts_table, unpack
+from undertow.engine.cluster.wire import Status, check_turns, receipts_table, tenants_of, unpack
 from undertow.engine.step.admission import Block, Inbox, QueueFull, Ticket
 from undertow.engine.tenants.turn_columns import TurnColumns
 
@@ -64,37 +65,42 @@ class StaleSession(UndertowError):
     """The shard does not know this client's session: it was restarted. Say hello, then send again."""
 
 
-class TurnCall:
-    """The turns of one call, and their receipts."""
+class TurnCall(ABC):
+    """The turns of one call, and what has become of each."""
 
-    def __init__(self, table: pa.Table, map_version: int = 0, dim: int | None = None) -> None:
-        """`map_version`: the shard must know this map or a newer one. `dim`, ValueError: see check_turns."""
-        check_turns(table, dim)
+    def __init__(self, count: int, map_version: int = 0) -> None:
+        """`map_version`: the shard must know this map or a newer one."""
         self.map_version = map_version
         # no other call is in the shard until this one is over
         self.alone = False
-        self.future: Future[pa.Table] = Future()
+        self.future: Future[Any] = Future()
         self.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         self._traceparent = current_traceparent()
-        self._table = table
-        self._outcomes: list[Outcome | None] = [None] * len(table)
+        self._outcomes: list[Outcome | None] = [None] * count
         # of turns in the engine's queue: with a ticket each, or as a block, and the places of its turns
         self._tickets: list[tuple[int, Ticket]] = []
         self._block: Block | None = None
         self._block_places: list[int] = []
-        self._pending = deque(range(len(table)))
+        self._pending = deque(range(count))
 
     def __len__(self) -> int:
         return len(self._outcomes)
 
-    @cached_property
-    def turns(self) -> list[PackedTurn]:
-        """Unpacked when first needed, on the engine thread, so that the thread that takes calls is free."""
-        return unpack(self._table)
+    @property
+    @abstractmethod
+    def turns(self) -> Sequence[PackedTurn]: ...
 
-    @cached_property
-    def tenants(self) -> frozenset[str]:
-        return frozenset(pc.unique(self._table.column("tenant")).to_pylist())
+    @property
+    @abstractmethod
+    def tenants(self) -> frozenset[str]: ...
+
+    @abstractmethod
+    def _columns(self) -> TurnColumns:
+        """All turns as columns."""
+
+    @abstractmethod
+    def _answer(self, outcomes: Sequence[Outcome]) -> object:
+        """The result of the future, from the outcome of each turn."""
 
     @property
     def is_fed(self) -> bool:
@@ -108,7 +114,7 @@ class TurnCall:
         """
         if refuse is None and len(self._pending) == len(self) >= BLOCK_TURNS:
             if inbox.has_room_for_block(len(self)):
-                self._block = Block(TurnColumns.of_table(self._table), traceparent=self._traceparent)
+                self._block = Block(self._columns(), traceparent=self._traceparent)
                 self._block_places = list(self._pending)
                 self._pending.clear()
                 inbox.put_block(self._block)
@@ -126,7 +132,7 @@ class TurnCall:
             pending.popleft()
 
     def settle(self) -> bool:
-        """Set the receipts once every turn has one. Whether the call is over."""
+        """Answer once every turn has an outcome. Whether the call is over."""
         if self.future.done():
             return True
         if self._pending or any(ticket.receipt is None for _, ticket in self._tickets):
@@ -134,7 +140,7 @@ class TurnCall:
         self._collect()
         if self._block_places:
             return False
-        self.future.set_result(receipts_table([outcome for outcome in self._outcomes if outcome is not None]))
+        self.future.set_result(self._answer([outcome for outcome in self._outcomes if outcome is not None]))
         return True
 
     def _collect(self) -> None:
@@ -169,9 +175,9 @@ class TurnCall:
         dropped = [place for place, ticket in self._tickets if ticket.turn.tenant == tenant]
         self._tickets = [(place, t) for place, t in self._tickets if t.turn.tenant != tenant]
         if self._block_places and tenant in self.tenants:
-            names = self._table.column("tenant").to_pylist()
-            dropped += [place for place in self._block_places if names[place] == tenant]
-            self._block_places = [place for place in self._block_places if names[place] != tenant]
+            theirs = {place for place in self._block_places if self.turns[place].tenant == tenant}
+            dropped += sorted(theirs)
+            self._block_places = [place for place in self._block_places if place not in theirs]
         for place in dropped:
             self._outcomes[place] = outcome
 
@@ -179,6 +185,62 @@ class TurnCall:
         """Fail the call; none of its turns is acknowledged any more."""
         if not self.future.done():
             self.future.set_exception(error)
+
+
+class TableCall(TurnCall):
+    """Turns as a table of wire.TURNS, from another process; the result is a table of wire.RECEIPTS."""
+
+    def __init__(self, table: pa.Table, map_version: int = 0, dim: int | None = None) -> None:
+        """`dim`, ValueError: see check_turns."""
+        check_turns(table, dim)
+        super().__init__(len(table), map_version)
+        self._table = table
+
+    @cached_property
+    def turns(self) -> Sequence[PackedTurn]:
+        """Unpacked when first needed, in a round, so that the thread that takes calls is free."""
+        return unpack(self._table)
+
+    @cached_property
+    def tenants(self) -> frozenset[str]:
+        return frozenset(tenants_of(self._table))
+
+    def _columns(self) -> TurnColumns:
+        return TurnColumns.of_table(self._table)
+
+    def _answer(self, outcomes: Sequence[Outcome]) -> pa.Table:
+        return receipts_table(outcomes)
+
+
+class PackedCall(TurnCall):
+    """Turns of this process; the result is a receipt for each."""
+
+    def __init__(self, turns: Sequence[PackedTurn]) -> None:
+        super().__init__(len(turns))
+        self._turns = turns
+
+    @property
+    def turns(self) -> Sequence[PackedTurn]:
+        return self._turns
+
+    @cached_property
+    def tenants(self) -> frozenset[str]:
+        return frozenset(turn.tenant for turn in self._turns)
+
+    def _columns(self) -> TurnColumns:
+        return TurnColumns.of(self._turns)
+
+    def _answer(self, outcomes: Sequence[Outcome]) -> list[Receipt]:
+        return [
+            Receipt(
+                turn.tenant,
+                id,
+                seq,
+                status is Status.DUPLICATE,
+                parked=detail if status is Status.PARKED else None,
+            )
+            for turn, (status, id, seq, detail) in zip(self._turns, outcomes, strict=True)
+        ]
 
 
 def outcome_of(receipt: Receipt) -> Outcome:

@@ -1,9 +1,9 @@
-"""Builds the keyword index of a large tenant without delaying the others of its shard.
+"""Builds the indexes that a search of a large tenant needs without delaying the others of its shard.
 
-A tenant's keyword index (engine/search/keyword_index.py) is built at its first search, one slice in each
-round of the engine thread. Other calls are served between slices. The index follows the live state, without
-a snapshot. A reopened engine begins anew. If the tenant was evicted between two slices, the search builds
-the rest at once, so that it ends.
+The indexes of words, of metadata values and of times (engine/search) are built at the first search that
+needs them, one slice in each round of the engine's work. Other calls are served between slices. The indexes
+follow the live state, without a snapshot. A reopened engine begins anew. If the tenant was evicted between
+two slices, the search builds the rest at once, so that it ends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import UndertowError
+from undertow.engine.base.queries import AnswerQuery, SearchQuery
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -38,7 +39,7 @@ def forward(source: Future[F], to: Future[T], take: Callable[[F], T]) -> None:
 
 
 class IndexBuildQueue:
-    """The search whose index is being built, one at a time. Used on the engine thread alone."""
+    """The search whose index is being built, one at a time. Used in the engine's rounds alone."""
 
     def __init__(self) -> None:
         self._holder: AfterIndexBuild[Any] | None = None
@@ -64,19 +65,20 @@ class AfterIndexBuild(Generic[T]):
     def __init__(
         self,
         builds: IndexBuildQueue,
-        tenant: str,
+        query: SearchQuery | AnswerQuery,
         check: Callable[[str], None],
         act: Callable[[Engine], T],
     ) -> None:
         self._builds = builds
-        self._tenant = tenant
+        self._query = query
+        self._tenant = query.tenant
         self._check = check
         self._act = act
         self._waits = False
         self._rows = 0
         # the engine that indexed these rows
         self._engine: Engine | None = None
-        # the caller's future: the engine thread's own cannot be cancelled once the command has run
+        # the caller's future: the command's own cannot be cancelled once the command has run
         self._promise: Future[Any] = Future()
 
     def promised(self, future: Future[F]) -> Future[F]:
@@ -110,7 +112,7 @@ class AfterIndexBuild(Generic[T]):
         if self._waits and self._builds.holder not in (None, self):
             return False  # without loading the tenant: it might evict the one whose index is being built
         self._check(self._tenant)
-        if engine.is_ready(self._tenant):
+        if engine.is_ready(self._query):
             return True
         self._waits = True
         if self._builds.holder is None:
@@ -119,7 +121,7 @@ class AfterIndexBuild(Generic[T]):
             return False
         if self._engine is not engine:
             self._engine, self._rows = engine, 0
-        rows, self._rows = self._rows, engine.prepare(self._tenant)
+        rows, self._rows = self._rows, engine.prepare(self._query)
         # fewer rows: evicted between slices. Such a tenant is searched all the same, and indexed at once
         return self._rows <= rows
 

@@ -7,7 +7,9 @@ its journal.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, overload
@@ -15,13 +17,15 @@ from typing import Any, overload
 import pyarrow as pa
 
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import UndertowError
+from undertow.engine.base.model import PackedTurn, UndertowError
 from undertow.engine.base.queries import AnswerQuery, ApiCall, MemoryCall, R
+from undertow.engine.base.results import Receipt
 from undertow.engine.cluster.root import SharedRoot
 from undertow.engine.cluster.shard.answer_streams import AnswerTicket, Said
 from undertow.engine.cluster.shard.api_calls import ApiCalls
-from undertow.engine.cluster.shard.call_queue import CallStamp, SessionStart, TurnCall
-from undertow.engine.cluster.shard.engine_thread import EngineThread
+from undertow.engine.cluster.shard.call_queue import CallStamp, PackedCall, SessionStart, TableCall
+from undertow.engine.cluster.shard.drivers import driver_of
+from undertow.engine.cluster.shard.engine_work import EngineWork
 from undertow.engine.cluster.shard.supervisor import EngineParts, ShardSupervisor
 from undertow.engine.storage.location import Location
 
@@ -43,8 +47,11 @@ class Shard:
         parts: EngineParts | None = None,
         *,
         life: str = "",
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         """Opens the journal in the background. In a cluster's root it takes it over from any other writer.
+
+        `loop`: the event loop that does the shard's work, between its other callbacks; None: a thread does.
 
         `life`: the same whenever this shard is restarted, and no other's; see engine/storage/fencing.py.
         """
@@ -53,18 +60,19 @@ class Shard:
         self._supervisor = ShardSupervisor(
             SharedRoot.of(where), shard, settings, parts or EngineParts(), life
         )
-        self._engine_thread = EngineThread(shard, self._supervisor, settings.queue_turns)
-        self._ask = self._engine_thread.ask
-        self._api = ApiCalls(shard, self._supervisor, self._engine_thread)
+        self._work = EngineWork(shard, self._supervisor, settings.queue_turns)
+        self._driver = driver_of(f"shard-{shard}", self._work, loop)
+        self._ask = self._work.ask
+        self._api = ApiCalls(shard, self._supervisor, self._work)
 
     # ---- calls, from any thread
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         """One of the methods below, or of ReshardingParticipant, by its name.
 
-        Observers see that name; for `ask` the name of the ApiCall.
+        Observers see that name; for `ask` the name of the ApiCall, for `add_here` that of `add`.
         """
-        name = args[0].name if method == "ask" else method
+        name = args[0].name if method == "ask" else method.removesuffix("_here")
         act = partial(self._reshard, method) if method in RESHARDING else getattr(self, method)
         return self._supervisor.trace.watch(name, partial(act, *args))
 
@@ -73,11 +81,11 @@ class Shard:
 
         StoreError, JournalError: the journal cannot be opened now.
         """
-        return self._ask(lambda _: self._engine_thread.begin_session(client, map_version))
+        return self._ask(lambda _: self._work.begin_session(client, map_version))
 
     def trial(self, client: str) -> Future[str | None]:
         """See CallQueues.trial."""
-        return self._ask(lambda _: self._engine_thread.trial(client))
+        return self._ask(lambda _: self._work.trial(client))
 
     def add(self, table: pa.Table, stamp: CallStamp) -> Future[pa.Table]:
         """Store turns (wire.TURNS): receipts (wire.RECEIPTS), one a turn, in order.
@@ -87,12 +95,18 @@ class Shard:
         ValueError for another table; StaleSession, QueueFull: see CallQueues.accept.
         """
         try:
-            call = TurnCall(table, stamp.map_version, self._supervisor.dim)
-            self._engine_thread.offer(call, stamp)
+            call = TableCall(table, stamp.map_version, self._supervisor.dim)
+            self._work.offer(call, stamp)
         except (ValueError, UndertowError) as error:
             refused: Future[pa.Table] = Future()
             refused.set_exception(error)
             return refused
+        return call.future
+
+    def add_here(self, turns: Sequence[PackedTurn]) -> Future[list[Receipt]]:
+        """Store turns of a caller in this process, in the order of these calls. QueueFull."""
+        call = PackedCall(turns)
+        self._work.offer_next(call)
         return call.future
 
     @overload
@@ -126,11 +140,11 @@ class Shard:
 
     def park(self, table: pa.Table, reason: str) -> Future[int]:
         """Quarantine turns that are known to end the shard's process; their number. StoreError."""
-        turns = TurnCall(table).turns
+        turns = TableCall(table).turns
         return self._ask(lambda _: self._supervisor.park_all(turns, reason))
 
     def _reshard(self, method: str, *args: Any) -> Future[Any]:
-        return self._ask(lambda _: self._engine_thread.reshard(method, *args))
+        return self._ask(lambda _: self._work.calls.reshard(method, *args))
 
     # ---- the shard itself
 
@@ -140,29 +154,34 @@ class Shard:
 
     def status(self) -> Future[dict[str, Any]]:
         """The shard's state as plain data, also if the engine cannot be opened."""
-        return self._engine_thread.ask_without(self._status)
+        return self._work.ask_without(self._status)
 
     def look(self) -> Future[int]:
         """The version of the newest map. StoreError; Removed: this shard is not in it."""
-        return self._engine_thread.ask_without(lambda: self._supervisor.newest_map().version)
+        return self._work.ask_without(lambda: self._supervisor.newest_map().version)
 
     def ping(self) -> Future[None]:
-        """Done at once: the process is alive, however busy the engine thread is."""
+        """Done at once: the process is alive, however busy the engine is."""
         pong: Future[None] = Future()
         pong.set_result(None)
         return pong
 
+    @property
+    def waiting_turns(self) -> int:
+        """Turns that are not stored yet."""
+        return self._work.waiting_turns
+
     def close(self) -> None:
-        """Close the engine and end the thread; calls under way fail."""
-        self._engine_thread.close()
+        """Close the engine; calls under way fail. With a loop: on another thread than the loop's."""
+        self._driver.close()
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Whether the shard has ended within the time: by `close`, or by an unexpected error."""
-        return self._engine_thread.join(timeout_s)
+        return self._driver.join(timeout_s)
 
     def _status(self) -> dict[str, Any]:
         return {
-            "waiting_turns": self._engine_thread.waiting_turns,
+            "waiting_turns": self._work.waiting_turns,
             "uptime_s": round(time.monotonic() - self._began_s, 1),
             **self._supervisor.report(),
         }

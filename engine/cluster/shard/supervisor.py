@@ -6,7 +6,8 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from undertow.engine.cluster.resharding.participant import ReshardingParticipant
 from undertow.engine.cluster.root import SharedRoot
 from undertow.engine.cluster.shard.call_queue import TurnCall, outcome_of
 from undertow.engine.cluster.shard.quarantine import Quarantine, reason_of
+from undertow.engine.cluster.shard.shard_metrics import ShardMetrics
 from undertow.engine.cluster.shard_map import Removed, ShardMap
 from undertow.engine.cluster.wire import Status
 from undertow.engine.encoders.base import Encoder
@@ -27,7 +29,6 @@ from undertow.engine.step.admission import Ticket
 from undertow.engine.step.batch_size import MOST_TURNS
 from undertow.engine.step.decision_queue import TenantFault
 from undertow.engine.step.scheduler import StepReport
-from undertow.engine.step.shard_metrics import ShardMetrics
 from undertow.engine.step.warm_up import warm_up
 from undertow.engine.storage.journal import Fenced
 from undertow.engine.storage.location import StoreError
@@ -42,6 +43,21 @@ RETRY_S = 5.0
 SICK_TURNS = 8
 
 Suspect = tuple[TurnCall, int, PackedTurn]
+
+
+class EnginePanic(RuntimeError):
+    """A library of another language has failed in a way that no `except Exception` sees."""
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """A library's panic as an exception: the engine is opened anew, as after any other. EnginePanic."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as panic:
+        raise EnginePanic(f"{type(panic).__name__}: {panic}") from panic
 
 
 class EngineUnusable(UndertowError):
@@ -172,14 +188,26 @@ class ShardSupervisor:
                 llm.close()
             raise
 
-    def step(self, engine: Engine, calls: int = 0, wait_s: float = 0.0) -> StepReport:
-        """A step of the engine, counted. `calls`: how many calls wait for receipts.
+    def step(self, engine: Engine, calls: int = 0, wait_s: float = 0.0, *, brief: bool = False) -> StepReport:
+        """A step of the engine, counted. `calls`: how many calls wait for receipts; `brief`: see Engine.step.
 
         While more turns wait than a step stores, decisions take a tenth of the time, as in a bulk load of
         one process.
         """
-        with self.trace.span(STEP, calls=calls):
-            report = engine.step(wait_s, storing=len(engine.scheduler.inbox) > MOST_TURNS)
+        with contained(), self.trace.span(STEP, calls=calls):
+            report = engine.step(wait_s, storing=len(engine.scheduler.inbox) > MOST_TURNS, brief=brief)
+        self._shard_metrics.stepped(report)
+        return report
+
+    def begin_step(self, engine: Engine, calls: int, *, brief: bool) -> None:
+        """As `step`, up to its commit."""
+        with contained(), self.trace.span(STEP, calls=calls):
+            engine.begin_step(storing=len(engine.scheduler.inbox) > MOST_TURNS, brief=brief)
+
+    def end_step(self, engine: Engine) -> StepReport:
+        """The rest of a step, once it is committed."""
+        with contained():
+            report = engine.end_step()
         self._shard_metrics.stepped(report)
         return report
 

@@ -102,4 +102,6 @@ def _serve_store(store: Location, tenant: str | None, engine: Settings) -> None:
         settings = ServiceSettings()
     files = Files.beside(store, None, None, open_to_all=True)
     settle_in()
-    asyncio.run(serve_mcp(lambda: open_memories(store, engine), files, tenant, settings, engine))
+    asyncio.run(
+        serve_mcp(lambda loop: open_memories(store, engine, loop=loop), files, tenant, settings, engine)
+    )

@@ -10,9 +10,11 @@ import typer
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
 from undertow.serving.cli.output import say
-from undertow.serving.cli.stores import refuse_root
+from undertow.serving.cli.stores import ADD_RAY, is_root, refuse_root
 
 if TYPE_CHECKING:
+    import asyncio
+
     from undertow.engine.base.config import Settings
     from undertow.engine.storage.location import Location
     from undertow.serving.async_memories import AsyncMemories
@@ -34,6 +36,14 @@ StateFolder = Annotated[
         help="For jobs, kept answers and token use; left out: service/ in the store's folder.",
     ),
 ]
+Workers = Annotated[
+    int,
+    typer.Option(
+        "--workers",
+        min=1,
+        help="More than 1: so many processes of this machine serve a cluster's root, made if it is missing.",
+    ),
+]
 NoAuth = Annotated[
     bool, typer.Option("--insecure-no-auth", help="Every client on this machine may do everything.")
 ]
@@ -49,14 +59,16 @@ def serve(
     models: opt.Models = opt.NO_MODELS,
     ray: opt.Ray = None,
     shards: opt.Shards = None,
+    workers: Workers = 1,
 ) -> None:
     """Serve a store over HTTP until SIGTERM or Ctrl-C, then finish the requests under way.
 
-    Without --ray this process serves the store, and makes it if it is missing. With --ray the shards of a
-    cluster's root serve it.
+    Without --ray this process serves the store, and makes it if it is missing. With --workers the shards of a
+    cluster's root serve it in processes of their own, with --ray those that run on Ray.
     """
     engine = models.settings()
-    _check_options(store, keys, ray, shards, insecure_no_auth=insecure_no_auth)
+    _check_options(keys, insecure_no_auth=insecure_no_auth)
+    _check_shards(store, ray, shards, workers)
     service = _service_settings()
     say(f"Starting: loading libraries, then opening {store}. This takes a while.")
     opt.check_settings(engine)
@@ -73,7 +85,7 @@ def serve(
     set_up()
     settle_in()
     run(
-        lambda: _open(store, engine, ray, shards),
+        lambda loop: _open(store, engine, ray, shards, workers, loop),
         Files.beside(store, keys, state, open_to_all=insecure_no_auth),
         host,
         port,
@@ -83,15 +95,31 @@ def serve(
     )
 
 
-def _check_options(
-    store: Location, keys: Path | None, ray: str | None, shards: int | None, *, insecure_no_auth: bool
-) -> None:
-    if ray is None:
-        refuse_root(store)
-        if shards is not None:
-            raise WrongUsage("--shards goes with --ray: without it, one process serves the store")
+def _check_options(keys: Path | None, *, insecure_no_auth: bool) -> None:
     if insecure_no_auth and keys is not None:
         raise WrongUsage("--keys and --insecure-no-auth exclude each other: leave one out")
+
+
+def _check_shards(store: Location, ray: str | None, shards: int | None, workers: int) -> None:
+    """WrongUsage: the store cannot be served in the way that the options ask for."""
+    if ray is not None:
+        if workers > 1:
+            raise WrongUsage("--workers and --ray exclude each other: shards on Ray are processes already")
+        return
+    if shards is not None:
+        raise WrongUsage("--shards goes with --ray: without it, --workers says how many shards serve")
+    if workers == 1:
+        refuse_root(store, f"{ADD_RAY}, or --workers N")
+        return
+    opt.refuse_store(store)
+    if is_root(store):
+        from undertow.engine.cluster.shard_map import load
+
+        if (found := len(load(store).all_shards)) < workers:
+            say(
+                f"{store} has {found} shards, so {found} workers serve them. For more, end this service and "
+                f"add shards: undertow cluster move --store {store} --ray local --shards {workers}"
+            )
 
 
 def _service_settings() -> ServiceSettings:
@@ -101,8 +129,15 @@ def _service_settings() -> ServiceSettings:
         return ServiceSettings()
 
 
-def _open(store: Location, engine: Settings, ray: str | None, shards: int | None) -> AsyncMemories:
-    """The store in this process; with `ray`, the shards of a cluster's root."""
+def _open(
+    store: Location,
+    engine: Settings,
+    ray: str | None,
+    shards: int | None,
+    workers: int,
+    loop: asyncio.AbstractEventLoop,
+) -> AsyncMemories:
+    """The store in this process; with `ray` or `workers`, the shards of a cluster's root."""
     from undertow.engine.cluster.shard.supervisor import EngineParts
     from undertow.serving.async_memories import AsyncMemories, open_memories
     from undertow.serving.cli.ray_session import open_cluster
@@ -110,6 +145,11 @@ def _open(store: Location, engine: Settings, ray: str | None, shards: int | None
 
     # shards on other machines need OpenTelemetry only where something is traced
     parts = None if tracing() is None else EngineParts(observers=observers)
+    if workers > 1:
+        from undertow.engine.cluster.processes.cluster import ProcessCluster
+        from undertow.serving.telemetry.logs import set_up
+
+        return AsyncMemories(ProcessCluster(store, engine, workers, parts=parts, begin=set_up, loop=loop))
     if ray is None:
-        return open_memories(store, engine, parts=parts)
+        return open_memories(store, engine, parts=parts, loop=loop)
     return AsyncMemories.enter(open_cluster(store, engine, ray, shards=shards, parts=parts))

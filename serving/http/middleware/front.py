@@ -9,23 +9,23 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+from collections.abc import Sequence
 from urllib.parse import quote
 
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from undertow.serving.auth.principal import Principal
 from undertow.serving.http.middleware.guard import Guard
 from undertow.serving.http.middleware.load_limits import LoadLimits
-from undertow.serving.http.problems import CLOSE, SLUG, Problem, problem_of
+from undertow.serving.http.problems import SLUG, problem_of
 from undertow.serving.telemetry.logs import log_failure
 
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health/live", "/health/ready", "/openapi.json", "/docs"})
 VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-# a proxy in front may go by the other one, and see another request's beginning in the body
-TWO_LENGTHS = "The request has both Content-Length and Transfer-Encoding. Send one of them."
 # in a request's scope: the id in its response; its sender, if it needs a key; its tenant, once decoded
 REQUEST_ID = "undertow.request_id"
 PRINCIPAL = "undertow.principal"
@@ -41,8 +41,10 @@ def sender_of(scope: Scope) -> Principal:
 class Front:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, load: LoadLimits, guard: Guard) -> None:
+    def __init__(self, app: ASGIApp, load: LoadLimits, guard: Guard, direct: Sequence[APIRoute] = ()) -> None:
+        """`direct`: routes of POST that take their requests from here, past the framework's own layers."""
         self._app = app
+        self._direct = direct
         self._load = load
         self._guard = guard
 
@@ -77,13 +79,16 @@ class Front:
                 await problem.response(scope, receive, answer)
 
     async def _pass(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        if "transfer-encoding" in headers and "content-length" in headers:
-            raise Problem(400, "", TWO_LENGTHS, headers=CLOSE)
         if scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         with self._load.request():
             scope[PRINCIPAL] = self._guard.admit(headers)
+            for route in self._direct:
+                if scope["method"] == "POST" and (found := route.path_regex.match(scope["path"])):
+                    scope.update(route=route, path_params=found.groupdict())
+                    await route.handle(scope, receive, send)
+                    return
             await self._app(scope, receive, send)
 
 

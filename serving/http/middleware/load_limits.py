@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from undertow.serving.http.problems import CLOSE, Problem
 from undertow.serving.http.service_settings import ServiceSettings
 
 SOON_S = 1.0
+
+
+class Refusal(NamedTuple):
+    """The slug and the words of a 429. `headers`: whether the connection closes."""
+
+    slug: str
+    detail: str
+    headers: Mapping[str, str] | None = None
+
+
+OVERLOAD = Refusal("overload", "Too many requests are under way. Try again.")
+KEY_BUSY = Refusal("key-busy", "Too many requests with this key are under way. Wait for some.")
+TENANT_BUSY = Refusal("tenant-busy", "Too many requests for this tenant are under way. Wait for some.")
+LONG = Refusal("long", "Too many answers, flushes and exports are under way. Try again.", CLOSE)
+IMPORTS = Refusal("imports", "Enough imports are under way. Try again when one has ended.", CLOSE)
+QUEUE = Refusal("tenant-queue", "Too many turns of this tenant are being stored. Wait for some.")
+KEY_QUEUE = Refusal("key-queue", "Too many turns sent with this key are being stored. Wait for some.")
 
 
 class LoadLimits:
@@ -38,9 +56,8 @@ class LoadLimits:
         if self.draining:
             words = "The service is ending. Try again in a moment."
             raise Problem(503, "draining", words, headers=CLOSE, retry_after_s=SOON_S)
-        busy = _busy("overload", "Too many requests are under way. Try again.")
         try:
-            with self._counted("request", "", self._settings.max_requests, busy):
+            with self._counted("request", "", self._settings.max_requests, OVERLOAD):
                 self._idle.clear()
                 yield
         finally:
@@ -51,13 +68,12 @@ class LoadLimits:
     def share(self, key_id: str, tenant: str | None) -> Iterator[None]:
         """Around an authorized request. Problem 429: the key or the tenant has too many."""
         s = self._settings
-        with ExitStack() as stack:
-            busy = _busy("key-busy", "Too many requests with this key are under way. Wait for some.")
-            stack.enter_context(self._counted("key", key_id, s.max_key_requests, busy))
-            if tenant is not None:
-                busy = _busy("tenant-busy", "Too many requests for this tenant are under way. Wait for some.")
-                stack.enter_context(self._counted("tenant", tenant, s.max_tenant_requests, busy))
-            yield
+        with self._counted("key", key_id, s.max_key_requests, KEY_BUSY):
+            if tenant is None:
+                yield
+                return
+            with self._counted("tenant", tenant, s.max_tenant_requests, TENANT_BUSY):
+                yield
 
     @contextmanager
     def long(self) -> Iterator[None]:
@@ -65,31 +81,31 @@ class LoadLimits:
 
         So adding and searching continue while the LLM does not respond.
         """
-        words = "Too many answers, flushes and exports are under way. Try again."
-        with self._counted("long", "", self._settings.max_long_requests, _busy("long", words, close=True)):
+        with self._counted("long", "", self._settings.max_long_requests, LONG):
             yield
 
     @contextmanager
     def importing(self, key_id: str, tenant: str | None) -> Iterator[None]:
         """Around a request with a large body in memory. Problem 429: too many, also of the key or tenant."""
         most = self._settings.max_imports
-        busy = _busy("imports", "Enough imports are under way. Try again when one has ended.", close=True)
         with (
-            self._counted("import of tenant", tenant or "", 1, busy),
-            self._counted("import with key", key_id, max(1, most // 2), busy),
-            self._counted("import", "", most, busy),
+            self._counted("import of tenant", tenant or "", 1, IMPORTS),
+            self._counted("import with key", key_id, max(1, most // 2), IMPORTS),
+            self._counted("import", "", most, IMPORTS),
         ):
             yield
 
     @contextmanager
-    def storing(self, tenant: str, turns: int) -> Iterator[None]:
-        """Around an add. Problem 429: the tenant has its share of the turns that wait to be stored.
+    def storing(self, key_id: str, tenant: str, turns: int) -> Iterator[None]:
+        """Around an add. Problem 429: the tenant or the key has its share of the turns that wait.
 
-        An add that is larger than the share is taken where the tenant has no other.
+        An add that is larger than a share is taken where there is no other of its tenant or its key.
         """
-        most = max(self._settings.max_tenant_turns, turns)
-        busy = _busy("tenant-queue", "Too many turns of this tenant are being stored. Wait for some.")
-        with self._counted("turns", tenant, most, busy, count=turns):
+        s = self._settings
+        with (
+            self._counted("turns", tenant, max(s.max_tenant_turns, turns), QUEUE, count=turns),
+            self._counted("turns with key", key_id, max(s.max_key_turns, turns), KEY_QUEUE, count=turns),
+        ):
             yield
 
     async def idle(self) -> None:
@@ -98,18 +114,15 @@ class LoadLimits:
 
     @contextmanager
     def _counted(
-        self, kind: str, name: str, limit: int, refusal: Problem, *, count: int = 1
+        self, kind: str, name: str, limit: int, refusal: Refusal, *, count: int = 1
     ) -> Iterator[None]:
-        if self._counts[kind, name] + count > limit:
-            raise refusal
-        self._counts[kind, name] += count
+        counted = self._counts[kind, name] + count
+        if counted > limit:
+            raise Problem(429, *refusal[:2], headers=refusal.headers, retry_after_s=SOON_S)
+        self._counts[kind, name] = counted
         try:
             yield
         finally:
             self._counts[kind, name] -= count
             if not self._counts[kind, name]:
                 del self._counts[kind, name]  # the names are unbounded
-
-
-def _busy(slug: str, detail: str, *, close: bool = False) -> Problem:
-    return Problem(429, slug, detail, headers=CLOSE if close else None, retry_after_s=SOON_S)

@@ -19,7 +19,7 @@ import orjson
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
-from starlette.types import Receive, Send
+from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
 from undertow.serving.auth.principal import Principal, Scope, check_name
@@ -29,6 +29,7 @@ from undertow.serving.http.middleware.idempotency import KEY_HEADER, KeyOwner, a
 from undertow.serving.http.middleware.load_limits import LoadLimits
 from undertow.serving.http.openapi import IDEMPOTENCY_KEY, PROBLEM_RESPONSES
 from undertow.serving.http.problems import Problem, bad_field
+from undertow.serving.http.routes.direct import DirectEndpoint
 from undertow.serving.http.service_settings import ServiceSettings
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Access:
     `scope`: None for no key, on /health/* only. `once`: it accepts an Idempotency-Key, and keeps its
     response. `act`: its name in the audit log, if refused requests are logged there. `imports`: its body may
     be as large as an import. `long`: it may take as long as an LLM, or as the reader of the response.
+    `direct`: it is called without FastAPI's dependency solver, see direct.py.
     """
 
     scope: Scope | None
@@ -64,6 +66,7 @@ class Access:
     act: str | None = None
     imports: bool = False
     long: bool = False
+    direct: bool = False
 
     def __call__(self, endpoint: F) -> F:
         setattr(endpoint, MARK, self)
@@ -108,6 +111,7 @@ class GuardedRoute(APIRoute):
             extra = dict(more.get("openapi_extra") or {})
             more["openapi_extra"] = {**extra, "parameters": [*extra.get("parameters", []), IDEMPOTENCY_KEY]}
         super().__init__(path, endpoint, **more)
+        self._serve: ASGIApp = DirectEndpoint(endpoint) if access.direct else super().handle
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -139,9 +143,9 @@ class GuardedRoute(APIRoute):
             if self.access.once and KEY_HEADER in headers:
                 owner = None if tenant is None else service.memories.tenant_key(tenant)
                 sender = KeyOwner(key_id, tenant, owner, erases=self.access.scope is Scope.ERASE)
-                await answer_once(service.once, sender, super().handle, scope, within, send)
+                await answer_once(service.once, sender, self._serve, scope, within, send)
             else:
-                await super().handle(scope, within, send)
+                await self._serve(scope, within, send)
 
     def _room(self, load: LoadLimits, key_id: str, tenant: str | None) -> AbstractContextManager[None]:
         """A slot under the limit for this kind of request."""

@@ -12,7 +12,6 @@ from undertow.engine.base.model import Message, Turn
 from undertow.engine.base.queries import TurnsByKeyQuery
 from undertow.engine.base.results import Receipt, Report
 from undertow.engine.storage.row_codec import check_turn
-from undertow.serving.client.results import Added
 from undertow.serving.http.middleware.idempotency import under_way
 from undertow.serving.http.middleware.load_limits import LoadLimits
 from undertow.serving.http.problems import Problem
@@ -54,7 +53,8 @@ class AddBatch:
         return cls(call, key is not None, turns)
 
 
-BatchResult = tuple[Added, ...] | Problem
+# one report a turn, with the fields of serving.client.results.Added
+BatchResult = Sequence[Report] | Problem
 
 
 class AddCalls:
@@ -65,12 +65,12 @@ class AddCalls:
         self._load = load
         self._under_way: set[tuple[str, str]] = set()
 
-    async def add(self, tenant: str, batches: Sequence[AddBatch]) -> list[BatchResult]:
+    async def add(self, key_id: str, tenant: str, batches: Sequence[AddBatch]) -> list[BatchResult]:
         """Store batches of one tenant. For each: its results, or why nothing of it was stored.
 
-        Problem 429: too many of the tenant's turns are being stored.
+        Problem 429: too many turns of the tenant, or with the key, are being stored.
         """
-        with self._load.storing(tenant, sum(len(batch.turns) for batch in batches)):
+        with self._load.storing(key_id, tenant, sum(len(batch.turns) for batch in batches)):
             return await self._add_each(tenant, batches)
 
     async def _add_each(self, tenant: str, batches: Sequence[AddBatch]) -> list[BatchResult]:
@@ -117,18 +117,18 @@ class AddCalls:
 def _result(batch: AddBatch, receipts: Sequence[Receipt], known: Mapping[str, Report]) -> BatchResult:
     if any(receipt.parked for receipt in receipts):
         return Problem(422, "parked", PARKED)
-    results = []
+    results: list[Report] = []
     for turn, receipt in zip(batch.turns, receipts, strict=True):
         stored = known.get(turn.dedupe_key, {}) if receipt.duplicate else {}
         results.append(
-            Added(
-                id=stored.get("id", receipt.id),
-                memory=turn.text,
-                event="DUPLICATE" if receipt.duplicate and batch.keyed else "ADD",
-                seq=stored.get("seq", receipt.seq),
-            )
+            {
+                "id": stored.get("id", receipt.id),
+                "memory": turn.text,
+                "event": "DUPLICATE" if receipt.duplicate and batch.keyed else "ADD",
+                "seq": stored.get("seq", receipt.seq),
+            }
         )
-    return tuple(results)
+    return results
 
 
 def _is_same(turn: Turn, stored: Report | None) -> bool:

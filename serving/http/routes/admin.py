@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Response
 from undertow.engine.base.queries import PurgeCommand, ReplayJobsCommand, StatsQuery, TenantsQuery, UsageQuery
 from undertow.serving.auth.principal import Principal, Scope
 from undertow.serving.client.results import Replayed, Results
-from undertow.serving.http.job_actions import certified
+from undertow.serving.http.jobs.actions import certified
 from undertow.serving.http.routes.access import Access, GuardedRoute, TenantAccess
 from undertow.serving.http.routes.schemas import Purged
 from undertow.serving.http.service import Sender, Served, Service

@@ -32,7 +32,7 @@ EVENTS = {
 
 
 @router.post("/v1/tenants/{tenant}/search", response_model=Found)
-@Access(Scope.READ)
+@Access(Scope.READ, direct=True)
 async def search(tenant: Tenant, asked: SearchRequest, service: Served) -> Any:
     """The memories nearest to a query. Filters are applied before the ranking: a tenant with k matching
     memories gets k, whatever else is stored.

@@ -20,8 +20,8 @@ from undertow.engine.base.queries import (
 )
 from undertow.serving.auth.principal import Scope
 from undertow.serving.client.results import Decided, Listed, Policy, Records
-from undertow.serving.http import job_actions as acts
-from undertow.serving.http.jobs import Operation
+from undertow.serving.http.jobs import actions as acts
+from undertow.serving.http.jobs.queue import Operation
 from undertow.serving.http.problems import bad_field
 from undertow.serving.http.routes.access import Access, GuardedRoute
 from undertow.serving.http.routes.schemas import (

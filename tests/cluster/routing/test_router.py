@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn, UndertowError
+from undertow.engine.base.queries import SearchQuery
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.resharding.coordinator import reshard
 from undertow.engine.cluster.routing import shard_client as shard_clients
@@ -288,3 +290,37 @@ def test_repeats_after_a_kill_act_once(turns: Turns, tmp_path: Path) -> None:
         found = router.search(name, "a green boat", k_sub=99).turns
         assert sum(hit.memory.endswith("a green boat") for hit in found) == 1
         assert shards.kills == 3
+
+
+def test_a_router_on_the_loop_of_a_service_changes_no_thread_and_leaves_the_loop_alone(
+    tmp_path: Path,
+) -> None:
+    root = begin(tmp_path / "root", 2)
+    threads: set[int] = set()
+
+    class Noted(LocalCalls):
+        async def call(self, method: str, *args: Any) -> Any:
+            threads.add(threading.get_ident())
+            return await super().call(method, *args)
+
+    async def work(shards: LocalShards) -> None:
+        loop = asyncio.get_running_loop()
+        others = asyncio.create_task(asyncio.sleep(SOON_S))
+        running = threading.active_count()
+        router = Router(root, lambda s: Noted(shards, s), ClusterSettings(patience_s=SOON_S), loop=loop)
+        assert threading.active_count() == running
+        (receipt,) = await asyncio.wrap_future(router.begin_add([turn_of("ann", 0, "x")]))
+        assert receipt.seq == 0
+        shards.held |= {"s0", "s1"}
+        left, late = (router.begin(SearchQuery("ann", "x")) for _ in range(2))
+        await asyncio.sleep(0.01)
+        assert left.cancel()
+        await asyncio.to_thread(router.close)
+        assert late.cancelled() and not others.done()
+        with pytest.raises(UndertowError, match="was closed"):
+            router.begin(SearchQuery("ann", "x"))
+        others.cancel()
+
+    with LocalShards(root, settings()) as shards:
+        asyncio.run(work(shards))
+    assert threads == {threading.get_ident()}

@@ -1,8 +1,9 @@
-"""A large tenant's words are taken in slice by slice: the same index in the end, and nobody else waits."""
+"""The indexes of a large tenant are built in slices: the same in the end, and nobody else waits."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from undertow.engine.cluster.shard.index_build import AfterIndexBuild, IndexBuil
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard.supervisor import EngineParts, ShardSupervisor
 from undertow.engine.cluster.wire import pack
-from undertow.engine.search import keyword_index
+from undertow.engine.search import keyword_index, ranking
 from undertow.engine.search.ranking import Ranker
 from undertow.engine.tenants.registry import UnknownTenant
-from undertow.engine.tenants.tenant import Tenant
 
 from ...engine.search.test_hybrid_search import QUERIES, turns
 from ...support.cluster.shard import ask
@@ -35,11 +35,15 @@ LARGE = 25 * SLICE
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keyword_index, "SLICE_ROWS", SLICE)
+    for module in (keyword_index, ranking):
+        monkeypatch.setattr(module, "SLICE_ROWS", SLICE)
 
 
-def asked(preparing: IndexBuildQueue, tenant: str, query: str = QUERIES[0]) -> AfterIndexBuild[SearchResult]:
-    return AfterIndexBuild(preparing, tenant, lambda _: None, lambda engine: engine.search(tenant, query))
+def asked(
+    preparing: IndexBuildQueue, tenant: str, query: str = QUERIES[0], **filters: Any
+) -> AfterIndexBuild[SearchResult]:
+    search = SearchQuery(tenant, query, **filters)
+    return AfterIndexBuild(preparing, search, lambda _: None, lambda engine: engine.call(search))
 
 
 def rounds(engine: Engine, *searches: AfterIndexBuild[SearchResult]) -> list[int]:
@@ -95,6 +99,30 @@ def test_one_slice_is_made_in_a_round_whoever_waits(tmp_path: Path) -> None:
         assert other >= 2 * LARGE // SLICE - 1
         assert preparing.holder is None
         assert asked(preparing, "ann", QUERIES[1])(engine) is not None, "from now on it is there at once"
+
+
+def test_filters_are_prepared_in_slices_too(tmp_path: Path) -> None:
+    with open_engine(tmp_path, **NEVER) as engine:
+        said = turns("ann", LARGE)
+        dated = [
+            replace(turn, timestamp=f"2026-05-{n % 28 + 1:02d}T08:00:00Z", metadata={"n": n % 5, "m": n % 3})
+            for n, turn in enumerate(said)
+        ]
+        engine.add_batch(dated)
+        filters: dict[str, Any] = {"where": {"n": [1, 2], "m": 0}, "since": "2026-05-10"}
+        assert rounds(engine, asked(IndexBuildQueue(), "ann")) == [LARGE // SLICE]
+        search, took = asked(IndexBuildQueue(), "ann", **filters), 1
+        while (found := search(engine)) is None:
+            took += 1
+            assert (
+                max(map(len, engine.ranker._metadata_of(engine.tenants.get("ann"))._columns.values())) < LARGE
+            )
+        assert took >= 2 * LARGE // SLICE - 2
+        assert found.turns
+        for kept in (engine.ranker._metadata, engine.ranker._times):
+            kept.clear()
+        assert engine.search("ann", QUERIES[0], **filters) == found
+        assert asked(IndexBuildQueue(), "ann", **filters)(engine) == found, "it is indexed now"
 
 
 def test_turns_that_keep_coming_do_not_put_the_end_off(tmp_path: Path) -> None:
@@ -184,10 +212,10 @@ def test_who_is_called_off_while_words_are_taken_in_holds_nobody_up_and_asks_no_
     begun, go = threading.Event(), threading.Event()
     take_in = Ranker.prepare
 
-    def prepare(retrieval: Ranker, tenant: Tenant) -> int:
+    def prepare(*asked: Any, **more: Any) -> int:
         begun.set()
         assert go.wait(SOON_S)
-        return take_in(retrieval, tenant)
+        return take_in(*asked, **more)
 
     monkeypatch.setattr(Ranker, "prepare", prepare)
     shard = start(EngineParts(llm=lambda _: llm), **NEVER)
@@ -218,9 +246,9 @@ def test_a_search_whose_engine_could_not_be_opened_again_holds_nobody_up(
             raise OSError("the disk is away")
         return opened(supervisor)
 
-    def prepare(retrieval: Ranker, tenant: Tenant) -> int:
+    def prepare(*asked: Any, **more: Any) -> int:
         monkeypatch.setattr(ShardSupervisor, "open", fail_once)  # from the first slice on
-        return take_in(retrieval, tenant)
+        return take_in(*asked, **more)
 
     monkeypatch.setattr(Ranker, "prepare", prepare)
     with pytest.raises(OSError, match="the disk is away"):

@@ -29,7 +29,7 @@ from undertow.engine.base.results import Certificate, Updated
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.root import agree_on_thresholds, with_thresholds
 from undertow.engine.cluster.shard import call_queue
-from undertow.engine.cluster.shard.call_queue import CallStamp, StaleSession, TurnCall
+from undertow.engine.cluster.shard.call_queue import CallStamp, StaleSession, TableCall
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard_map import STORES, ShardMap
 from undertow.engine.cluster.wire import Status, pack
@@ -116,7 +116,7 @@ def test_a_call_that_waits_for_a_block_is_not_overtaken(
 
 def test_turns_of_a_block_that_the_engine_has_dropped_are_returned_and_the_others_stored() -> None:
     turns = [*some("ann", 0), *some("bob", 0), *some("ann", 1), *some("bob", 1), *some("ann", 2)]
-    call, inbox = TurnCall(pack(turns)), Inbox(8)
+    call, inbox = TableCall(pack(turns)), Inbox(8)
     call.feed(inbox, None)
     stored = inbox.take(2)
     stored.acknowledge(Admitted([], ["a0", "b0"], [0, 0], 2, []))
@@ -207,7 +207,7 @@ def test_erasures_that_wait_share_a_purge(
 
     monkeypatch.setattr(Engine, "purge", counted)
     go = threading.Event()
-    holding = shard._engine_thread.ask_without(lambda: go.wait(SOON_S))
+    holding = shard._work.ask_without(lambda: go.wait(SOON_S))
     erasing = [shard.ask(EraseCommand(name, now=True)) for name in ("ann", "bob")]
     unknown = shard.ask(EraseCommand("nobody", now=True))
     erasing.append(shard.ask(EraseCommand("cy", now=True)))

@@ -16,7 +16,7 @@ from undertow.engine.base.model import UndertowError
 from undertow.engine.base.queries import DrainCommand, FlushCommand, SearchQuery, StatsQuery
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.shard.call_queue import StaleSession
-from undertow.engine.cluster.shard.engine_thread import EngineThread
+from undertow.engine.cluster.shard.engine_work import EngineWork
 from undertow.engine.cluster.shard.quarantine import Quarantine
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard.supervisor import EngineParts, EngineUnusable
@@ -202,11 +202,11 @@ def test_an_actor_whose_shard_ends_of_itself_ends_too(
     assert exits == []
     actor, watch = watched()
 
-    def broken(self: EngineThread) -> None:
+    def broken(self: EngineWork) -> None:
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(EngineThread, "_work", broken)
+        patch.setattr(EngineWork, "_work", broken)
         with pytest.raises(UndertowError, match="closed"):
             for _ in range(2):  # the first may be answered before the step
                 actor._shard.status().result(SOON_S)

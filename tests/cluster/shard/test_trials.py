@@ -12,7 +12,14 @@ import pytest
 
 from undertow.engine.base.queries import DrainCommand
 from undertow.engine.cluster.routing.errors import ShardExited
-from undertow.engine.cluster.shard.call_queue import TRIAL_S, CallQueues, CallStamp, StaleSession, TurnCall
+from undertow.engine.cluster.shard.call_queue import (
+    TRIAL_S,
+    CallQueues,
+    CallStamp,
+    StaleSession,
+    TableCall,
+    TurnCall,
+)
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard.supervisor import EngineUnusable
 from undertow.engine.cluster.wire import pack, receipts_table
@@ -24,7 +31,7 @@ from ...support.engine import turn_of
 
 
 def call(text: str = "x") -> TurnCall:
-    return TurnCall(pack([turn_of("ann", 0, text)]))
+    return TableCall(pack([turn_of("ann", 0, text)]))
 
 
 def test_a_call_on_trial_has_the_shard_to_itself() -> None:
@@ -66,7 +73,7 @@ def test_a_shard_stores_a_call_on_trial_before_it_does_anything_else(shard: Shar
     assert trial is not None
     release = hold(shard)
     stored = shard.add(pack([turn_of("ann", 0, "x")]), CallStamp("suspect", hello.token, 0, 1, trial))
-    was_stored = shard._engine_thread.ask_without(stored.done)
+    was_stored = shard._work.ask_without(stored.done)
     release()
     assert was_stored.result(SOON_S)
     assert shard.trial("other").result(SOON_S) is not None

@@ -6,15 +6,15 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.base.queries import AnswerQuery, FlushCommand, SearchQuery, StatsQuery
 from undertow.engine.base.results import Answer
-from undertow.engine.cluster.routing.in_process import InProcess
-from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.step.admission import QueueFull
 from undertow.serving.async_memories import AsyncMemories, open_memories
@@ -30,8 +30,10 @@ def some(tenant: str, *numbers: int) -> list[Turn]:
 
 
 @asynccontextmanager
-async def opened(store: Path, parts: EngineParts = PARTS) -> AsyncIterator[AsyncMemories]:
-    async with await asyncio.to_thread(open_memories, store, settings(), parts=parts) as memories:
+async def opened(store: Path, parts: EngineParts = PARTS, **changes: Any) -> AsyncIterator[AsyncMemories]:
+    """As the service opens them: the event loop does the store's work."""
+    open_ = partial(open_memories, loop=asyncio.get_running_loop())
+    async with await asyncio.to_thread(open_, store, settings(**changes), parts=parts) as memories:
         yield memories
 
 
@@ -112,9 +114,7 @@ async def test_turns_of_a_tenant_are_stored_in_the_order_of_the_calls(tmp_path: 
 
 
 async def test_a_full_queue_is_refused_at_once(tmp_path: Path) -> None:
-    narrow = ClusterSettings(lane_turns=4, call_turns=2)
-    router = await asyncio.to_thread(InProcess, tmp_path / "store", settings(), PARTS, cluster=narrow)
-    async with AsyncMemories(router) as memories:
+    async with opened(tmp_path / "store", queue_turns=4) as memories:
         calls = [memories.add(some("ann", 2 * n, 2 * n + 1)) for n in range(30)]
         results = await asyncio.gather(*calls, return_exceptions=True)
         refused = [n for n, result in enumerate(results) if isinstance(result, QueueFull)]
@@ -128,7 +128,7 @@ async def test_calls_under_way_at_closing_raise(tmp_path: Path) -> None:
     held = Held()
     async with opened(tmp_path / "store", held.parts) as memories:
         waiting = await asked_once(memories, held)
-    with pytest.raises(UndertowError, match="were closed"):
-        await waiting
     with pytest.raises(UndertowError, match="was closed"):
+        await waiting
+    with pytest.raises(UndertowError, match="were closed"):
         await memories.call(SearchQuery("ann", "word1"))

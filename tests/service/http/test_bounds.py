@@ -58,6 +58,14 @@ def test_a_large_or_slow_body_is_refused_before_its_end(running: Running, key: s
         (b"\x16\x03\x01\x02\x00\r\n\r\n", 400, False),
         (b"GET /\r\n\r\n", 400, False),
         (b"GET / HTTP/1.1\r\nA:" + b"a" * 70_000, 400, False),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nA: " + b"a" * 40_000 + b"\r\n\r\n", 400, False),
+        (b"GET / HTTP/1.1\r\n\r\n", 400, False),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400, False),
+        # what proxies read differently: a bare line feed, a folded header, a space before the colon
+        (b"GET / HTTP/1.1\nHost: a\n\n", 400, False),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nA: b\r\n c\r\n\r\n", 400, True),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nA : b\r\n\r\n", 400, True),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked, x\r\n\r\n", 400, False),
     ],
 )
 def test_slow_headers_and_invalid_http_are_refused(
@@ -70,6 +78,46 @@ def test_slow_headers_and_invalid_http_are_refused(
             assert wire.answer().status == 200
         wire.socket.sendall(raw)
         assert wire.heard()[0] == status
+
+
+def test_another_protocol_is_not_offered_and_the_connection_ends(running: Running) -> None:
+    with Wire(running) as wire:
+        wire.socket.sendall(
+            b"GET /health/live HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\nrest"
+        )
+        assert wire.answer().status == 200
+        wire.until_end()
+
+
+@pytest.mark.parametrize("bad", [b"nonsense\r\n\r\n", b"GET /x HTTP/1.1\r\n\r\n"])
+def test_a_bad_request_behind_a_good_one_does_not_spoil_its_answer(running: Running, bad: bytes) -> None:
+    body = b'{"messages": [{"role": "user", "content": "the boat"}]}'
+    head = request_head(
+        running.key(),
+        f"Content-Length: {len(body)}",
+        "Content-Type: application/json",
+        path=at("ann", "/memories"),
+    )
+    with Wire(running) as wire:
+        wire.socket.sendall(head + body + bad)
+        assert wire.answer().status == 200
+        wire.until_end()
+
+
+@pytest.mark.parametrize("trailer", [b"Idempotency-Key: a\r\n\r\n", b"a: " + b"b" * 400_000])
+def test_trailers_are_refused(running: Running, trailer: bytes) -> None:
+    with Wire(running) as wire:
+        wire.head(running.key(), "Transfer-Encoding: chunked")
+        wire.socket.sendall(b"0\r\n" + trailer)
+        assert wire.heard()[0] == 400
+
+
+def test_empty_lines_put_no_deadline_off(running: Running) -> None:
+    with Wire(running) as wire:
+        wire.socket.sendall(LIVE)
+        assert wire.answer().status == 200
+        wire.socket.sendall(b"\r\n")
+        assert wire.heard()[0] == 408
 
 
 def test_a_late_body_does_not_keep_the_connection_open(running: Running) -> None:

@@ -158,7 +158,7 @@ def test_without_keys_only_a_loopback_host_is_admitted(host: str) -> None:
 def test_without_keys_it_listens_on_loopback_only(host: str, tmp_path: Path) -> None:
     files = Files(None, tmp_path / "audit.jsonl", tmp_path / "state")
 
-    def never() -> Any:
+    def never(_: object) -> Any:
         raise AssertionError("nothing is opened")
 
     with pytest.raises(UndertowError, match="loopback"):

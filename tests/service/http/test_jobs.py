@@ -20,7 +20,7 @@ from undertow.engine.tenants.migration_records import Move
 from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.principal import Scope
-from undertow.serving.http.jobs import JobQueue, ServiceJob
+from undertow.serving.http.jobs.queue import JobQueue, ServiceJob
 from undertow.serving.http.problems import Problem
 from undertow.serving.http.service_settings import ServiceSettings
 from undertow.serving.http.state_db import StateDb
@@ -332,7 +332,7 @@ def test_an_erasure_between_shards_forgets_at_once_and_is_certified_later(runnin
     alone = running.client(Scope.READ, tenants=(name,))
     add(client, name, "the boat")
     client.post(at(name, "/flush"), headers={"Idempotency-Key": "k"})
-    shard = running.service.memories._router._local._shard  # type: ignore[attr-defined]
+    shard = running.service.memories._router._shard  # type: ignore[union-attr]
     arrived = shard._supervisor.open().tenants.arrived
     arrived[running.service.memories.tenant_key(name)] = Move("arrived", "elsewhere", 1)
     refused = client.delete(at(name))

@@ -20,9 +20,9 @@ from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.base.model import Usage
 from undertow.engine.base.trace import LLMRequest, Phase
 from undertow.engine.cluster.routing.router import Router
+from undertow.engine.cluster.shard.shard_metrics import BOUNDS_S, ShardMetrics
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.step.lag import LagTracker
-from undertow.engine.step.shard_metrics import BOUNDS_S, ShardMetrics
 from undertow.serving.auth.principal import Scope
 from undertow.serving.telemetry.metrics import CONTENT_TYPE, HTTPMetrics
 

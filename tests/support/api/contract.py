@@ -25,7 +25,8 @@ from undertow.engine.base.results import (
     SearchResult,
     Updated,
 )
-from undertow.engine.cluster.routing.in_process import InProcess
+from undertow.engine.cluster.in_process import InProcess
+from undertow.engine.cluster.processes.cluster import ProcessCluster
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.encoders.hashing import HashingEncoder
@@ -40,7 +41,7 @@ from ..cluster.in_process import settings
 from ..service.client import Driven, driven
 from ..service.http import serving
 
-IMPLEMENTATIONS = ("engine", "router", "ray", "http", "http-async")
+IMPLEMENTATIONS = ("engine", "in-process", "workers", "ray", "http", "http-async")
 
 
 @contextmanager
@@ -51,9 +52,12 @@ def implementation(kind: str, folder: Path, llm_url: str) -> Iterator[MemoryApi]
         case "engine":
             with Engine(folder, of_server, HashingEncoder(384), llm=make_llm(of_server)) as engine:
                 yield engine
-        case "router":
+        case "in-process":
             with InProcess(folder, of_server) as router:
                 yield router
+        case "workers":
+            with ProcessCluster(Location.of(folder), of_server, 2) as workers:
+                yield workers
         case "ray":
             from undertow.engine.cluster.ray.cluster import Cluster
 

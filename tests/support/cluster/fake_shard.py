@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock
 import pyarrow as pa
 
 from undertow.engine.cluster.routing.errors import ShardGone
-from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, SessionStart, TurnCall
+from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, SessionStart, TableCall, TurnCall
 from undertow.engine.cluster.wire import Status, receipts_table, unpack
 from undertow.engine.step.admission import QueueFull
 
@@ -85,7 +85,7 @@ class FakeShard:
     async def add(self, table: pa.Table, stamp: CallStamp) -> pa.Table:
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
-        call = TurnCall(table)
+        call = TableCall(table)
         self.inside.append((stamp.client, call))
         try:
             return await self._added(call, stamp)

@@ -53,6 +53,6 @@ def hold(shard: Shard) -> Any:
         began.set()
         return gate.wait(SOON_S)
 
-    shard._engine_thread.ask_without(wait)
+    shard._work.ask_without(wait)
     assert began.wait(SOON_S)
     return gate.set

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from undertow.kernels.arena.arena import Arena, make_arena
 from undertow.kernels.arena.device_memory import DeviceMemory
 from undertow.kernels.gate.cuda_gate import CudaGate
-from undertow.kernels.gate.gate import Gate, GateReadings
+from undertow.kernels.gate.gate import Gate, GateReadings, PlannedGate, Probes
 
 from ..oracles.gate import Row, Store, cosine, nearest, relevant
 from .cuda_shim.shim import COMPILER, ShimKernels, build
@@ -58,6 +58,18 @@ def numba_gate(arena: Arena, threads: int = 3) -> Gate:
     return NumbaGate(arena, threads=threads)
 
 
+def planned_gate(arena: Arena) -> Gate:
+    """The CPU's gate as it reads many rows, also where there are few."""
+    pytest.importorskip("numba")
+    from undertow.kernels.gate.cpu_gate import NumbaGate
+
+    class Planned(NumbaGate):
+        def _read(self, probes: Probes) -> GateReadings:
+            return PlannedGate._read(self, probes)
+
+    return Planned(arena, threads=3)
+
+
 def host_arena(dim: int) -> Arena:
     pytest.importorskip("numba")
     return Arena(dim)
@@ -66,10 +78,11 @@ def host_arena(dim: int) -> Arena:
 NUMPY = Backend("numpy", host_arena, Gate)
 NUMPY_ON_DEVICE = Backend("numpy-device", shim_arena, Gate)
 NUMBA = Backend("numba", host_arena, numba_gate)
+PLANNED = Backend("numba-planned", host_arena, planned_gate)
 SHIM = Backend("shim", shim_arena, shim_gate)
 CUDA = Backend("cuda", lambda dim: make_arena(dim, "cuda", 512 << 20), CudaGate)
-ON_CPU = (NUMPY, NUMBA, SHIM)
-EACH = [*(NUMPY, NUMPY_ON_DEVICE, NUMBA, SHIM), pytest.param(CUDA, marks=pytest.mark.gpu)]
+ON_CPU = (NUMPY, NUMBA, PLANNED, SHIM)
+EACH = [*(NUMPY, NUMPY_ON_DEVICE, NUMBA, PLANNED, SHIM), pytest.param(CUDA, marks=pytest.mark.gpu)]
 
 
 def unit(vectors: NDArray[Any]) -> NDArray[np.float16]:

@@ -21,7 +21,7 @@ from undertow.serving.async_memories import AsyncMemories, open_memories
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.principal import NO_LIMITS, KeyLimits, Scope, TenantScope
 from undertow.serving.http.hosting import Files, hosted
-from undertow.serving.http.server import HttpServer
+from undertow.serving.http.server import HttpServer, run_loop
 from undertow.serving.http.service import Service
 from undertow.serving.http.service_settings import ServiceSettings
 
@@ -139,9 +139,12 @@ def serving(
     running = Running(folder)
     ready = threading.Event()
 
+    def _opened(loop: asyncio.AbstractEventLoop) -> AsyncMemories:
+        return open_with(folder, engines, parts=parts, loop=loop)
+
     async def serve() -> None:
         files = Files.beside(Location.of(folder), None, None, open_to_all=open_to_all)
-        async with await asyncio.to_thread(open_with, folder, engines, parts=parts) as memories:
+        async with await asyncio.to_thread(_opened, asyncio.get_running_loop()) as memories:
             with hosted(wrap(memories), files, settings, engines) as app:
 
                 def tell(port: int) -> None:
@@ -154,7 +157,7 @@ def serving(
 
     def run() -> None:
         try:
-            asyncio.run(serve())
+            run_loop(serve())
         except BaseException as failure:  # noqa: BLE001 - told where the service was started
             running.failure = failure
         finally:

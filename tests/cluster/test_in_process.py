@@ -1,4 +1,4 @@
-"""A plain store behind a router in this process: one engine's memories, its lock, and what is refused."""
+"""A plain store in this process: one engine's memories, its lock, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.api.transfer.import_ import RECORDS_PER_STEP, ImportCancelled
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.queries import EraseCommand, ExportQuery, ImportCommand, SearchQuery, TenantsQuery
+from undertow.engine.cluster.in_process import InProcess
 from undertow.engine.cluster.root import SINGLE, SingleStoreRoot
-from undertow.engine.cluster.routing.in_process import InProcess
-from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard.call_queue import CallStamp
 from undertow.engine.cluster.shard.shard import Shard
-from undertow.engine.cluster.shard.supervisor import EngineParts
+from undertow.engine.cluster.shard.supervisor import EnginePanic, EngineParts
 from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.cluster.wire import pack
 from undertow.engine.encoders.base import Float16
@@ -28,12 +27,11 @@ from undertow.engine.storage.journal import Fenced, Journal
 from undertow.engine.storage.location import StoreError
 from undertow.engine.storage.store_info import StoreLocked, read_info
 
-from ...support.cluster.in_process import PARTS, FailingEncoder, begin, mock_llm, settings
-from ...support.cluster.shard import some
-from ...support.engine import bytes_hold, turn_of
+from ..support.cluster.in_process import PARTS, FailingEncoder, begin, mock_llm, settings
+from ..support.cluster.shard import some
+from ..support.engine import bytes_hold, turn_of
 
 SOON_S = 60
-QUICK = ClusterSettings(patience_s=SOON_S)
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def opened(store: Path) -> Iterator[InProcess]:
-    with InProcess(store, settings(), PARTS, cluster=QUICK) as router:
+    with InProcess(store, settings(), PARTS) as router:
         yield router
 
 
@@ -54,7 +52,7 @@ def engine_of(store: Path) -> Engine:
 def test_a_store_that_an_engine_has_made_is_served_and_given_back(store: Path) -> None:
     with engine_of(store) as engine:
         engine.add_batch(some("ann", 1, 2))
-    with InProcess(store, settings(), PARTS, cluster=QUICK) as router:
+    with InProcess(store, settings(), PARTS) as router:
         assert "word2 other2" in router.search("ann", "word2", k_sub=1).turns[0].memory
         router.add_batch(some("ann", 3))
     with engine_of(store) as engine:
@@ -81,7 +79,7 @@ def test_a_store_that_another_process_writes_is_refused_and_left_to_it(store: Pa
             InProcess(store, settings(), PARTS)
         other.communicate("")
     assert other.returncode == 0
-    with InProcess(store, settings(), PARTS, cluster=QUICK) as router:
+    with InProcess(store, settings(), PARTS) as router:
         assert router.stats()["turns"] == 0
 
 
@@ -102,7 +100,7 @@ def test_what_cannot_be_opened_says_so_at_once(store: Path) -> None:
 
 
 def test_a_cluster_root_is_no_plain_store(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"is a cluster's root, .* Give --ray"):
+    with pytest.raises(StoreError, match=r"is a cluster's root, .* Give --workers N or --ray"):
         InProcess(begin(tmp_path / "root", 2), settings(), PARTS)
 
 
@@ -111,15 +109,13 @@ def test_nobody_moves_in_or_out_of_a_plain_store(opened: InProcess) -> None:
     other = ShardMap.new([SINGLE, "more"])
     for method, args in (("leaving", ()), ("seal", (1, ["key"])), ("adopt", (other,)), ("clear", (1,))):
         with pytest.raises(UndertowError, match="a plain store, of one shard for good"):
-            opened.ask_shard(SINGLE, method, *args)
+            opened.begin_at(SINGLE, method, *args).result(SOON_S)
     assert opened.search("ann", "word1").turns
 
 
 def test_a_poison_turn_is_parked_beside_the_store_and_goes_with_its_tenant(store: Path) -> None:
     encoder = FailingEncoder(["badger"])
-    with InProcess(
-        store, settings(), EngineParts(encoder=lambda _: encoder, llm=mock_llm), cluster=QUICK
-    ) as router:
+    with InProcess(store, settings(), EngineParts(encoder=lambda _: encoder, llm=mock_llm)) as router:
         bad = turn_of("ann", 2, "a badger came by")
         receipts = router.add_batch([*some("ann", 1), bad, *some("bob", 1)])
         assert [receipt.parked is None for receipt in receipts] == [True, False, True]
@@ -134,7 +130,7 @@ def test_a_poison_turn_is_parked_beside_the_store_and_goes_with_its_tenant(store
     assert not bytes_hold(store / "parked", "badger")
 
 
-# ---- a shard that ends
+# ---- a library's panic
 
 
 class Panic(BaseException):
@@ -142,7 +138,7 @@ class Panic(BaseException):
 
 
 class PanickingEncoder(HashingEncoder):
-    """Ends the thread that it runs on, as often as told."""
+    """Panics as often as told."""
 
     def __init__(self, times: int) -> None:
         super().__init__(384)
@@ -155,25 +151,20 @@ class PanickingEncoder(HashingEncoder):
         return super().encode(texts)
 
 
-@pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ends a thread is not printed."""
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_a_shard_whose_thread_ends_is_begun_anew_and_nothing_is_lost(store: Path) -> None:
+def test_a_panic_costs_one_call_and_nothing_is_lost(store: Path) -> None:
     encoder = PanickingEncoder(1)
-    with InProcess(
-        store, settings(), EngineParts(encoder=lambda _: encoder, llm=mock_llm), cluster=QUICK
-    ) as router:
+    with InProcess(store, settings(), EngineParts(encoder=lambda _: encoder, llm=mock_llm)) as router:
         router.add_batch(some("ann", 1))
         receipts = router.add_batch([*some("ann", 2), turn_of("ann", 3, "a badger came by")])
         assert [receipt.parked for receipt in receipts] == [None, None]
         assert encoder.left == 0
-        encoder.left = 1  # and by a question
+        encoder.left = 1
+        with pytest.raises(EnginePanic):
+            router.search("ann", "badger came", k_sub=1)
         assert "a badger came by" in router.search("ann", "badger came", k_sub=1).turns[0].memory
-        assert encoder.left == 0
+        encoder.left = 1_000
+        (receipt,) = router.add_batch([turn_of("ann", 4, "a badger each time")])
+        assert receipt.parked is not None
     with engine_of(store) as engine:
         assert engine.stats()["turns"] == 3
 
@@ -191,10 +182,10 @@ def test_one_that_was_fenced_off_ends_and_does_not_fight_back(store: Path, opene
 
 def test_closed_means_closed(opened: InProcess) -> None:
     opened.close()
-    with pytest.raises(UndertowError, match="was closed"):
+    with pytest.raises(UndertowError, match="were closed"):
         opened.search("ann", "word1")
-    with pytest.raises(UndertowError, match="was closed"):
-        opened.begin(SearchQuery("ann", "word1"))
+    with pytest.raises(UndertowError, match="were closed"):
+        opened.begin(SearchQuery("ann", "word1")).result(SOON_S)
     opened.close()  # again is nothing
 
 

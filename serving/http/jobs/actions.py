@@ -16,7 +16,7 @@ from undertow.engine.base.results import Certificate
 from undertow.engine.tenants.registry import UnknownTenant
 from undertow.serving.auth.key_file import KeyFileError, utc_now
 from undertow.serving.auth.principal import Scope
-from undertow.serving.http.jobs import Operation, ServiceJob, Work
+from undertow.serving.http.jobs.queue import Operation, ServiceJob, Work
 
 if TYPE_CHECKING:
     from undertow.serving.http.service import Service

@@ -1,0 +1,109 @@
+"""A tenant that sends every legal request at its limit, as often as it may, beside the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from itertools import count, cycle
+from urllib.parse import urlencode, urlsplit
+
+from undertow.bench.system.service.open_loop import Caller, Outcome, run_loop
+from undertow.bench.system.service.parts import Figures, Filled, Load, Mix
+from undertow.bench.system.service.world import Request, Texts
+from undertow.engine.base.limits import MAX_FILTER_KEYS, MAX_FILTER_VALUES, MAX_MESSAGES, MAX_QUERY_CHARS
+
+TENANT = "hostile"
+# as many as one tenant may have under way
+AT_ONCE = 32
+MESSAGES_A_TURN = 2
+
+
+def hostile_part(filled: Filled, mix: Mix, durability: str, seconds: float, rate: float) -> Figures:
+    """The others' latencies without the tenant, with it, and without it again; and their ratio."""
+    with filled.loaded(mix, durability) as load:
+        load.at_rate(rate, min(seconds, 5.0))  # to warm up
+        before, quiet = load.at_rate(rate, seconds)
+        (beside, attacked), sent = run_loop(_beside(load, seconds, rate))
+        _, after = load.at_rate(rate, seconds)
+    ratios = {
+        name: round(beside.p95_ms(adds=adds) / before.p95_ms(adds=adds), 2)
+        for name, adds in (("search", False), ("add", True))
+        if set(before.statuses) == set(beside.statuses) == {200}
+    }
+    return {
+        "rate_per_s": rate,
+        "others_alone": quiet,
+        "others_beside_it": attacked,
+        "others_alone_again": after,
+        "p95_beside_over_alone": ratios,
+        "it_sent": sent,
+    }
+
+
+async def _beside(load: Load, seconds: float, rate: float) -> tuple[tuple[Outcome, Figures], Figures]:
+    caller, outcome = Caller(load.service.url), Outcome(0.0, seconds)
+    until_s = time.monotonic() + seconds
+    requests = endless(load.service.url, load.service.key)
+
+    async def attack() -> None:
+        while time.monotonic() < until_s:
+            await caller.run([next(requests)], [0.0], outcome)
+
+    attacks = [asyncio.create_task(attack()) for _ in range(AT_ONCE)]
+    try:
+        return await load.at_rate_async(rate, seconds), {
+            "statuses": {str(status): n for status, n in sorted(outcome.statuses.items())}
+        }
+    finally:
+        await asyncio.gather(*attacks)
+        caller.close()
+
+
+def endless(url: str, key: str) -> Iterator[Request]:
+    """The kinds in turn: large adds, long queries, all filters, reads of everything."""
+    host, texts, numbers = urlsplit(url).netloc, Texts(7), count()
+    long_query = " ".join(texts.queries(400))[:MAX_QUERY_CHARS]
+    filters = {f"key{n}": [f"value{m}" for m in range(MAX_FILTER_VALUES)] for n in range(MAX_FILTER_KEYS)}
+    in_path = urlencode([(f"filter.{name}", values[0]) for name, values in filters.items()])
+    base = f"/v1/tenants/{TENANT}"
+
+    def add() -> bytes:
+        said = texts.messages(MAX_MESSAGES // MESSAGES_A_TURN)
+        metadata = {f"key{n}": f"value{next(numbers)}" for n in range(MAX_FILTER_KEYS)}
+        messages = [{"role": role, "content": text[:200]} for text in said for role in ("user", "assistant")]
+        return _request(host, key, "POST", f"{base}/memories", {"messages": messages, "metadata": metadata})
+
+    def search(**more: object) -> bytes:
+        return _request(host, key, "POST", f"{base}/search", {"query": long_query, "top_k": 1_000, **more})
+
+    first = add()
+    kinds: tuple[Callable[[], bytes], ...] = (
+        lambda: (
+            first
+        ),  # the others make the tenant large once; an add of this size each time would fill memory
+        lambda: search(),
+        lambda: search(filters=filters, since="2020-01-01", until="2030-01-01"),
+        lambda: _request(host, key, "GET", f"{base}/memories?limit=1000&{in_path}"),
+        lambda: _request(host, key, "GET", f"{base}/memories?limit=1000"),
+        lambda: _request(host, key, "GET", f"{base}/export"),
+        lambda: _request(host, key, "GET", f"{base}/explain"),
+        lambda: _request(host, key, "GET", f"{base}/usage"),
+        lambda: _request(host, key, "POST", f"{base}/flush", {}),
+        lambda: _request(host, key, "GET", "/v1/tenants/hostile-unknown/stats"),
+    )
+    for kind in cycle(kinds):
+        yield Request(False, TENANT, kind())
+
+
+def _request(host: str, key: str, method: str, path: str, body: object = None) -> bytes:
+    data = b"" if body is None else json.dumps(body).encode()
+    lines = (
+        f"{method} {path} HTTP/1.1",
+        f"Host: {host}",
+        f"Authorization: Bearer {key}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+    )
+    return "\r\n".join([*lines, "", ""]).encode() + data

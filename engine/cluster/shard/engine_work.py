@@ -1,0 +1,426 @@
+"""What a shard's engine has to do: calls and commands in their order, and steps between them.
+
+A driver (drivers.py) runs the rounds, on a thread or on an event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.model import UndertowError
+from undertow.engine.base.trace_context import current_traceparent, use_traceparent
+from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, SessionStart, TurnCall
+from undertow.engine.cluster.shard.quarantine import reason_of
+from undertow.engine.cluster.shard.quick import is_at_hand, is_quick_add, never, steps_quickly
+from undertow.engine.cluster.shard.supervisor import RETRY_S, ShardSupervisor, contained
+from undertow.engine.cluster.shard.turn_calls import TurnCalls
+from undertow.engine.step.admission import QueueFull
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# between looks at the LLM's replies while there is nothing else to do
+POLL_S = 0.005
+# so long after a query a step decides for a few milliseconds only, as the next query would wait for it
+SERVING_S = 1.0
+
+
+class ShardClosed(UndertowError):
+    """The shard has ended: it was closed, or met an unexpected error."""
+
+    def __init__(self, shard: str) -> None:
+        super().__init__(shard)
+        self.shard = shard
+
+    def __str__(self) -> str:
+        return f"shard {self.shard} was closed. Open it again."
+
+
+@dataclass(slots=True)
+class _Command:
+    """Something to do with the engine. `wait`: repeated until its result is not None.
+
+    `is_quick`: whether the engine does it within some milliseconds. It runs in the trace of its caller: see
+    engine/base/trace_context.py.
+    """
+
+    run: Callable[[], Any]
+    future: Future[Any]
+    is_quick: Callable[[Engine], bool]
+    wait: bool = False
+    # whose memories it is about; empty: those of the store
+    tenant: str = ""
+    # whether it reads what is in memory, or only the journal, and changes neither
+    searches: bool = False
+    reads: bool = False
+    traceparent: str | None = field(default_factory=current_traceparent)
+
+
+class _FairQueue:
+    """Commands whose tenants take turns."""
+
+    def __init__(self) -> None:
+        self._by_tenant: OrderedDict[str, deque[_Command]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._by_tenant)
+
+    def append(self, command: _Command) -> None:
+        self._by_tenant.setdefault(command.tenant, deque()).append(command)
+
+    def pop(self) -> _Command | None:
+        """The next one; None: there is none."""
+        if not self._by_tenant:
+            return None
+        tenant, waiting = self._by_tenant.popitem(last=False)
+        command = waiting.popleft()
+        if waiting:
+            self._by_tenant[tenant] = waiting
+        return command
+
+
+class EngineWork:
+    """The commands and calls of one engine, carried out one after the other in rounds, and its steps."""
+
+    def __init__(self, shard: str, supervisor: ShardSupervisor, queue_turns: int) -> None:
+        self.supervisor = supervisor
+        self.calls = TurnCalls(supervisor)
+        # told of each command and call, on the thread that it came from
+        self.wake: Callable[[], None] = lambda: None
+        # whether this thread may use the engine now, between two rounds
+        self.is_free: Callable[[], bool] = lambda: False
+        self._shard = shard
+        self._commands: deque[_Command | TurnCall] = deque()
+        # guards the queues, the count of turns and `_closed`
+        self._lock = threading.Lock()
+        self._queue_turns = queue_turns
+        self._queues = CallQueues(queue_turns)
+        self.waiting_turns = 0
+        self._closed = False
+        self._waits: deque[_Command] = deque()
+        self._busy = True
+        self._asked_s = 0.0
+        # what takes long, and quick work passes
+        self._long = _FairQueue()
+        # while a thread commits a step, or reads: the tenants that no search may read meanwhile
+        self.kept: frozenset[str] | None = None
+        self.commits = False
+        self._committed_last = False
+        self._commit_error: Exception | None = None
+        # of a step on the loop: a thread is to recover from it
+        self._failed: Exception | None = None
+        self._found: list[Exception] = []
+
+    # ---- from any thread
+
+    def ask(
+        self,
+        run: Callable[[Engine], T | None],
+        *,
+        wait: bool = False,
+        is_quick: Callable[[Engine], bool] = never,
+        tenant: str = "",
+        searches: bool = False,
+        reads: bool = False,
+    ) -> Future[T]:
+        """Run something with the engine. `wait`: repeat it until its result is not None.
+
+        The others: see _Command.
+        """
+        return self._command(
+            _Command(lambda: run(self.supervisor.open()), Future(), is_quick, wait, tenant, searches, reads)
+        )
+
+    def ask_without(self, run: Callable[[], T]) -> Future[T]:
+        """Run something that does not need the engine."""
+        return self._command(_Command(run, Future(), never))
+
+    def _command(self, command: _Command) -> Future[Any]:
+        # beside work on a thread nobody sees what is not durable
+        may_pass = self.kept is None or (command.searches and command.tenant not in self.kept)
+        if self.is_free() and may_pass and self._is_quick(command):
+            self._obey(command)
+            if not self._waits and self.supervisor.engine is not None:
+                return command.future
+        else:
+            with self._lock:
+                self._put(command)
+        self.wake()
+        return command.future
+
+    def offer(self, call: TurnCall, stamp: CallStamp) -> None:
+        """Have turns stored. StaleSession; all other errors are set on the call's future."""
+        with self._lock:
+            self._accept(self._queues.accept(call, stamp, self.waiting_turns))
+        self.wake()
+
+    def offer_next(self, call: TurnCall) -> None:
+        """Have the turns of a caller in this process stored, in the order of these calls. QueueFull."""
+        with self._lock:
+            if self.waiting_turns and self.waiting_turns + len(call) > self._queue_turns:
+                raise QueueFull(f"{self._queue_turns} turns wait to be stored. Try again in a moment.")
+            self._accept([call])
+        self.wake()
+
+    def _accept(self, calls: Sequence[TurnCall]) -> None:
+        """With the lock held."""
+        self.waiting_turns += sum(map(len, calls))
+        for call in calls:
+            self._put(call)
+
+    def trial(self, client: str) -> str | None:
+        """See CallQueues.trial."""
+        with self._lock:
+            return self._queues.trial(client, self.waiting_turns)
+
+    def _put(self, command: _Command | TurnCall) -> None:
+        """With the lock held."""
+        if self._closed:
+            command.future.set_exception(ShardClosed(self._shard))
+        else:
+            self._commands.append(command)
+
+    # ---- rounds, for the driver
+
+    def round(self, *, quickly: bool = False) -> bool:
+        """Carry out what waits, then one step if there is work.
+
+        `quickly`: stop before what may take more than some milliseconds. False: it has stopped for that.
+        """
+        if quickly and self._failed is not None:
+            return True  # `long_part` comes first
+        if not self._take(quickly):
+            return False
+        engine = self.supervisor.engine
+        if quickly and (
+            engine is None or not steps_quickly(engine) or not all(map(self._is_quick, self._waits))
+        ):
+            return False
+        self._work(apart=quickly)
+        return True
+
+    def long_part(self) -> Callable[[], object] | None:
+        """What is left of a quick round for a thread: a commit, or one command; None: nothing.
+
+        `end_long_part` follows it. `kept` is None meanwhile if nothing may run beside it.
+        """
+        if self.commits:
+            return self._commit
+        if self._failed is not None:
+            return self._recover_apart
+        if (command := self._long.pop()) is None:
+            return None
+        engine = self.supervisor.engine
+        at_hand = engine is not None and (not command.tenant or is_at_hand(engine, command.tenant))
+        self.kept = frozenset([command.tenant]) if command.reads and at_hand else None
+        return partial(self._obey, command)
+
+    def _commit(self) -> None:
+        engine = self.supervisor.engine
+        assert engine is not None, "a step was begun"
+        try:
+            with contained():
+                engine.commit_step()
+        except Exception as error:  # noqa: BLE001 - as in _step
+            self._commit_error = error
+
+    def end_long_part(self) -> None:
+        """What a thread has done is over."""
+        self.kept = None
+        if self.commits:
+            self.commits, self._committed_last = False, True
+            self._end_commit()
+        self._busy = True
+        while self._found:
+            self._inspect(self._found.pop())
+
+    def _end_commit(self) -> None:
+        error, self._commit_error = self._commit_error, None
+        try:
+            if error is not None:
+                raise error
+            assert self.supervisor.engine is not None, "a step was begun"
+            self.supervisor.end_step(self.supervisor.engine)
+        except Exception as failure:  # noqa: BLE001 - as in _step
+            self._failed = failure
+            return
+        self._release(self.calls.settle())
+        self._repeat_waiting()
+
+    def _recover_apart(self) -> None:
+        error, self._failed = self._failed, None
+        assert error is not None, "a step has failed"
+        self._recover(error)
+        self._release(self.calls.settle())
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long the next round may wait for a command or a call; None: for as long as it takes."""
+        if self._busy or self._commands or self._long:
+            return 0.0
+        if self.supervisor.has_work or self.calls or self._waits:
+            return POLL_S
+        return None if self.supervisor.engine is not None else RETRY_S
+
+    @property
+    def _serving(self) -> bool:
+        return time.monotonic() - self._asked_s < SERVING_S
+
+    def end(self) -> None:
+        """Close the engine; waiting calls fail, and so do all later ones."""
+        try:
+            self.supervisor.close()
+        finally:
+            error = ShardClosed(self._shard)
+            with self._lock:
+                self._closed = True
+            self._release(self.calls.fail(error))
+            for command in self._waits:
+                command.future.set_exception(error)
+            while (deferred := self._long.pop()) is not None:
+                self._commands.append(deferred)
+            while self._commands:
+                late = self._commands.popleft()
+                if isinstance(late, TurnCall) or late.future.set_running_or_notify_cancel():
+                    late.future.set_exception(error)
+
+    def _take(self, quickly: bool) -> bool:
+        """Take waiting commands and calls. False: the next one is not quick."""
+        if not quickly and (deferred := self._long.pop()) is not None:
+            self._busy = True  # for the next one
+            self._obey(deferred)
+        while self._commands:
+            command = self._commands.popleft()
+            if quickly and not self._is_quick(command):
+                if isinstance(command, TurnCall):  # none overtakes it
+                    self._commands.appendleft(command)
+                    return False
+                self._long.append(command)
+            elif isinstance(command, TurnCall):
+                self.calls.append(command)
+                if command.alone:  # its step is next: if the process dies in it, this call is to blame
+                    break
+            else:
+                self._busy = True
+                self._obey(command)
+        return True
+
+    def _is_quick(self, command: _Command | TurnCall) -> bool:
+        engine = self.supervisor.engine
+        if engine is None:
+            return False
+        return is_quick_add(engine, command) if isinstance(command, TurnCall) else command.is_quick(engine)
+
+    def _obey(self, command: _Command) -> None:
+        """Run one command for the first time."""
+        self._asked_s = time.monotonic()
+        if command.future.set_running_or_notify_cancel():
+            self._run_command(command)
+
+    def _run_command(self, command: _Command) -> None:
+        """Its error is the caller's."""
+        try:
+            with use_traceparent(command.traceparent), contained():
+                value = command.run()
+        except Exception as error:  # noqa: BLE001 - the boundary between callers and the engine
+            command.future.set_exception(error)
+            if self.kept is None:
+                self._inspect(error)
+            else:  # the engine is in use on two threads
+                self._found.append(error)
+            return
+        if command.wait and value is None:
+            self._waits.append(command)
+        else:
+            command.future.set_result(value)
+
+    def _work(self, apart: bool = False) -> None:
+        """One step, if there is work: feed and settle calls, then repeat the waiting commands."""
+        self._busy = False
+        if apart and self._long and self._committed_last:  # a commit and what else takes long take turns
+            self._committed_last = False
+        elif self.calls or self.supervisor.has_work:
+            self._step(apart)
+            if self.commits or self._failed is not None:
+                return
+        elif self.supervisor.due:
+            self._busy = True
+            try:
+                self.supervisor.open()
+            except Exception as error:  # noqa: BLE001 - the status shows it, and the next call raises it
+                log.warning("shard %s cannot be opened: %s", self._shard, error)
+        self._repeat_waiting()
+
+    def _repeat_waiting(self) -> None:
+        for _ in range(len(self._waits)):
+            self._run_command(self._waits.popleft())
+
+    def _step(self, apart: bool) -> None:
+        """`apart`: a slow commit, and recovery from an error, are left to `long_part`."""
+        try:
+            engine = self.supervisor.open()
+            self.calls.feed(engine)
+            brief = apart or self._serving
+            if apart and not engine.journal.commits_quickly:
+                self.supervisor.begin_step(engine, len(self.calls), brief=brief)
+                if uncommitted := engine.scheduler.uncommitted:
+                    self.kept, self.commits = uncommitted, True
+                    return
+                engine.commit_step()
+                report = self.supervisor.end_step(engine)
+            else:
+                report = self.supervisor.step(engine, len(self.calls), brief=brief)
+        except Exception as error:  # noqa: BLE001 - a shard outlives whatever a turn does to its engine
+            if apart:  # opening it anew takes long
+                self._failed = error
+                return
+            self._recover(error)
+        else:
+            self._busy = bool(report.admitted or report.decided)
+        self._release(self.calls.settle())
+
+    def _release(self, turns: int) -> None:
+        """So many turns do not wait any more."""
+        if turns:
+            self._busy = True
+            with self._lock:
+                self.waiting_turns -= turns
+
+    def _recover(self, error: Exception) -> None:
+        """After a failed step: reopen the engine without the turns that made it fail."""
+        log.warning("shard %s: a step failed: %s", self._shard, reason_of(error))
+        failure = self.supervisor.isolate(error, self.calls.suspects())
+        if failure is not None:  # the turns are not to blame: their senders may send them again
+            with self._lock:
+                self._queues.end_all()  # later calls would be out of order
+                self._take_calls()  # and so would those that have come since
+            self._release(self.calls.fail(failure))
+
+    def _take_calls(self) -> None:
+        """With the lock held: take the waiting calls; commands stay, in their order."""
+        for late in self._commands:
+            if isinstance(late, TurnCall):
+                self.calls.append(late)
+        self._commands = deque(late for late in self._commands if not isinstance(late, TurnCall))
+
+    def _inspect(self, error: Exception) -> None:
+        """After a failed command: if the engine was closed for it, fill its queue again."""
+        if self.supervisor.inspect(error):
+            self.calls.restore()
+
+    def begin_session(self, client: str, map_version: int) -> SessionStart:
+        """Within a round: begin a client's session, by this map or a newer one. StoreError; Removed."""
+        self.supervisor.keep_up(map_version)
+        with self._lock:
+            token = self._queues.begin(client)
+        return SessionStart(token, self.supervisor.resharding.map.version, self._queues.process)

@@ -1,0 +1,52 @@
+"""What an event loop may wait for: work of an engine that takes some milliseconds at most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.queries import AnswerQuery, ApiCall, SearchQuery, TurnsByKeyQuery
+from undertow.engine.cluster.shard.call_queue import TurnCall
+from undertow.engine.step.batch_size import MOST_TURNS
+
+# Longer than this for one text, and the loop cannot wait for the encoder.
+QUICK_TEXT_S = 0.002
+
+
+def never(_: Engine) -> bool:
+    """Of a call that may take as long as a disk, or as the rows of a store."""
+    return False
+
+
+def is_at_hand(engine: Engine, tenant: str) -> bool:
+    """Whether the tenant's live state is in memory, or there is nothing of the tenant to be loaded."""
+    return engine.tenants.in_memory(tenant) is not None or tenant not in engine.tenants
+
+
+def logs_quickly(engine: Engine, tenant: str) -> bool:
+    """Of a call that adds a record to the tenant's log."""
+    return is_at_hand(engine, tenant) and engine.journal.commits_quickly
+
+
+def is_quick_call(engine: Engine, call: ApiCall[Any]) -> bool:
+    """Of a query that reads no journal, and builds a slice of an index."""
+    if isinstance(call, TurnsByKeyQuery):
+        return is_at_hand(engine, call.tenant)
+    if not isinstance(call, SearchQuery | AnswerQuery) or engine.embeds_in_s > QUICK_TEXT_S:
+        return False
+    tenant = engine.tenants.in_memory(call.tenant)
+    if tenant is None:
+        return is_at_hand(engine, call.tenant)
+    filters = isinstance(call, SearchQuery) and bool(call.where or call.since or call.until)
+    return engine.ranker.is_quick(tenant, filters=filters)
+
+
+def is_quick_add(engine: Engine, call: TurnCall) -> bool:
+    """Of a call whose tenants need not be loaded; brief steps take its turns a few at a time."""
+    return len(call) <= MOST_TURNS and all(is_at_hand(engine, tenant) for tenant in call.tenants)
+
+
+def steps_quickly(engine: Engine) -> bool:
+    """Of the next step, if it is brief; its commit aside."""
+    may_wait = engine.embeds_in_s <= QUICK_TEXT_S and not engine.waits_for_tenants
+    return may_wait and not engine.scheduler.deletes_rows

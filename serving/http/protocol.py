@@ -1,0 +1,208 @@
+"""HTTP/1.1 on one connection: uvicorn's protocol with bounds, deadlines and answers to what is no request."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import httptools
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from undertow.serving.http.problems import MEDIA_TYPE, Problem
+from undertow.serving.http.service_settings import ServiceSettings
+
+MAX_HEADER_BYTES = 32 << 10
+TOO_MANY = "Too many connections are open. Try again in a moment."
+
+
+class Incoming(Enum):
+    """How much has come of the request that is being received."""
+
+    NOTHING = "nothing"
+    HEADERS = "a part of the headers"
+    BODY = "the headers, and not all of the body"
+
+
+class Protocol(HttpToolsProtocol):
+    """A bound on connections and on headers, and a deadline for each phase of a request.
+
+    headers: from the first byte, or the beginning of the connection; an idle connection does not stay for
+    ever. body: for the rest of a body whose request is answered already; it is discarded, and has as long
+    as any body. read: a client that reads nothing of a response is cut off.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._incoming = Incoming.NOTHING
+        self._head_bytes = 0
+        self._serving: RequestResponseCycle | None = None
+        super().connection_made(transport)
+        if len(self.connections) > self.config.app.state.max_connections:  # type: ignore[union-attr]
+            self._say(Problem(429, "connections", TOO_MANY, retry_after_s=1))
+        else:
+            self._start("headers", self._settings.header_timeout_s, self._too_slow)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._unset_keepalive_if_required()
+        self._head_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._refuse()
+            return
+        except httptools.HttpParserUpgrade:  # the parser has stopped: it takes no further request
+            self._end_after_response()
+            return
+        if self._head_bytes > MAX_HEADER_BYTES + len(data) * (self._incoming is Incoming.BODY):
+            self._refuse()  # headers, or a trailer or an extension of a chunk that does not end
+        elif self._incoming is Incoming.HEADERS:
+            if "headers" not in self._deadlines:
+                self._start("headers", self._settings.header_timeout_s, self._too_slow)
+        elif self._incoming is Incoming.NOTHING and self._is_idle and "headers" not in self._deadlines:
+            if data.strip(b"\r\n"):
+                self._stay_alive()
+            else:  # empty lines before a request, which put no deadline off
+                self._start("headers", self._settings.header_timeout_s, self._too_slow)
+
+    def on_message_begin(self) -> None:
+        self._incoming = Incoming.HEADERS
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """ValueError, which the parser makes an HttpParserError: no HTTP/1.x, no host, too large headers."""
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADER_BYTES:
+            raise ValueError("the headers are too large")
+        version = self.parser.get_http_version()
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if version not in ("1.0", "1.1") or hosts > 1 or (version == "1.1" and not hosts):
+            raise ValueError("another version, or not one host")
+        super().on_headers_complete()
+        self._incoming = Incoming.BODY
+        self._head_bytes = 0
+        self._stop("headers")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """ValueError: it is a trailer, which would become a header of a request under way."""
+        if self._incoming is Incoming.BODY:
+            raise ValueError("trailers are not taken")
+        super().on_header(name, value)
+
+    def on_chunk_header(self) -> None:
+        self._head_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._incoming = Incoming.NOTHING
+        self._head_bytes = 0
+        self._stop("body")
+        super().on_message_complete()
+
+    def eof_received(self) -> None:
+        """Answers an incomplete request with 400. After a complete one the client counts as disconnected."""
+        if self._incoming is not Incoming.NOTHING and not self.transport.is_closing():
+            self._say(Problem(400, "cut-off", "The connection ended within a request."))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for name in list(self._deadlines):
+            self._stop(name)
+        super().connection_lost(exc)
+        if self._serving is not None and not self._serving.response_complete:
+            self._serving.disconnected = True  # uvicorn tells only the newest, which may be pipelined
+            self._serving.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._serving = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def pause_writing(self) -> None:
+        """The write buffer is full: the client must read some of it."""
+        super().pause_writing()
+        self._start("read", self._settings.read_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop("read")
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self._incoming is Incoming.BODY and self.cycle.response_complete:
+            self._unset_keepalive_if_required()  # it may be shorter
+            self._start("body", self._settings.body_timeout_s, self.transport.close)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request waits for its response."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _settings(self) -> ServiceSettings:
+        settings: ServiceSettings = self.config.app.state.service.settings  # type: ignore[union-attr]
+        return settings
+
+    def _stay_alive(self) -> None:
+        """Starts uvicorn's keep-alive timer, as after a response; any further data stops it."""
+        self._unset_keepalive_if_required()
+        later = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = later
+
+    def _start(self, name: str, after_s: float, act: Callable[[], None]) -> None:
+        self._stop(name)
+        self._deadlines[name] = self.loop.call_later(after_s, act)
+
+    def _stop(self, name: str) -> None:
+        if (deadline := self._deadlines.pop(name, None)) is not None:
+            deadline.cancel()
+
+    def _too_slow(self) -> None:
+        self._stop("headers")
+        if not self.transport.is_closing():
+            self._say(Problem(408, "slow", "The request's headers did not come in time."))
+
+    def _refuse(self) -> None:
+        """Answer what the parser does not take."""
+        self._say(Problem(400, "", "This is no HTTP/1.1 request, or its headers are too large."))
+
+    def _end_after_response(self) -> None:
+        """Close the connection once the requests that have come are answered."""
+        self.flow.pause_reading()
+        if self._is_idle:
+            self.transport.close()
+        else:
+            self.cycle.keep_alive = False
+
+    def _say(self, problem: Problem) -> None:
+        """Respond to an incomplete or invalid request, and close.
+
+        If the response to it has begun, only close; earlier requests are answered first, and instead.
+        """
+        if not self._is_idle and self._incoming is not Incoming.BODY:
+            self._end_after_response()
+            return
+        if not self._is_idle:
+            self.cycle.disconnected = True  # the application's response would come too late
+            self.cycle.message_event.set()
+            if self.cycle.response_started or self.pipeline:
+                self.transport.close()
+                return
+        body = orjson.dumps(problem.document)
+        headers: dict[str, Any] = {
+            "content-type": MEDIA_TYPE,
+            "content-length": len(body),
+            "connection": "close",
+            **(problem.headers or {}),
+        }
+        status = f"HTTP/1.1 {problem.status_code} {http.HTTPStatus(problem.status_code).phrase}\r\n"
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(f"{status}{lines}\r\n".encode("latin-1") + body)
+        self.transport.close()

@@ -1,0 +1,325 @@
+"""A shard whose work an event loop does: what runs on it, what on a thread, and searches beside a commit."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.model import UndertowError
+from undertow.engine.base.queries import (
+    DeleteCommand,
+    FlushCommand,
+    SearchQuery,
+    StatsQuery,
+    TenantsQuery,
+    TurnsByKeyQuery,
+)
+from undertow.engine.base.results import Receipt
+from undertow.engine.cluster.shard.engine_work import EngineWork
+from undertow.engine.cluster.shard.supervisor import EngineParts, ShardSupervisor
+from undertow.engine.cluster.shard.turn_calls import TurnCalls
+from undertow.engine.step.admission import Admission
+from undertow.engine.step.batch_size import QUICK_TURNS
+from undertow.engine.storage.journal import Journal, JournalError
+from undertow.engine.tenants.turn_columns import TurnColumns
+from undertow.serving.async_memories import AsyncMemories, open_memories
+
+from ...support.cluster.in_process import PARTS, FailingEncoder, mock_llm, settings
+from ...support.cluster.shard import some
+from ...support.engine import turn_of
+from ...support.faults.harness import assert_same_state, end_state
+
+pytestmark = pytest.mark.anyio
+SOON_S = 30
+
+
+@asynccontextmanager
+async def opened(store: Path, parts: EngineParts = PARTS, **changes: Any) -> AsyncIterator[AsyncMemories]:
+    open_ = partial(open_memories, loop=asyncio.get_running_loop())
+    async with await asyncio.to_thread(open_, store, settings(**changes), parts=parts) as memories:
+        yield memories
+
+
+def word(n: int, tenant: str = "ann") -> SearchQuery:
+    return SearchQuery(tenant, f"word{n} other{n}", k_sub=1, k_epi=0, k_sem=0)
+
+
+def threads_of(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> list[str]:
+    """The names of the threads that a method runs on, from now on."""
+    seen: list[str] = []
+    method: Callable[..., Any] = getattr(kind, name)
+
+    def watched(self: Any, *args: Any, **more: Any) -> Any:
+        seen.append(threading.current_thread().name)
+        return method(self, *args, **more)
+
+    monkeypatch.setattr(kind, name, watched)
+    return seen
+
+
+async def test_adds_searches_and_look_ups_run_on_the_loop_and_long_calls_on_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = threading.current_thread().name
+    async with opened(tmp_path) as memories:
+        (receipt,) = await memories.add(some("ann", 1))
+        steps, calls = threads_of(monkeypatch, Engine, "step"), threads_of(monkeypatch, Engine, "call")
+        await memories.add(some("ann", 2))
+        await memories.add(some("bob", 1))  # a new tenant has nothing to be loaded
+        assert set(steps) == {here}
+        assert (await memories.call(word(2))).turns
+        assert await memories.call(TurnsByKeyQuery("ann", ["none"])) == {}
+        assert not (await memories.call(SearchQuery("ann", "word1", where={"topic": "boats"}))).turns
+        assert set(calls) == {here}
+        calls.clear()
+        await memories.call(StatsQuery())
+        assert receipt.id is not None
+        await memories.call(DeleteCommand(receipt.id, "ann"))
+        assert calls and here not in calls
+
+
+async def test_a_tenant_that_is_to_be_loaded_does_not_hold_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as memories:
+        await memories.add(some("ann", *range(5)))
+        await memories.call(FlushCommand("ann"))  # else opening the store would load it
+    here = threading.current_thread().name
+    async with opened(tmp_path) as memories:
+        calls = threads_of(monkeypatch, Engine, "call")
+        assert (await memories.call(word(3))).turns
+        await asyncio.sleep(0.05)  # the round on the thread ends
+        assert (await memories.call(word(4))).turns
+        assert calls[0] != here and calls[1] == here
+
+
+async def test_an_encoder_that_takes_long_runs_on_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = threading.current_thread().name
+    async with opened(tmp_path) as memories:
+        await memories.add(some("ann", 1))
+        engine = memories._router._shard._supervisor.engine  # type: ignore[union-attr]
+        assert engine is not None
+        engine._texts.text_s = 1.0
+        steps, calls = threads_of(monkeypatch, Engine, "step"), threads_of(monkeypatch, Engine, "call")
+        await memories.call(word(1))
+        await memories.add(some("ann", 2))
+        assert here not in {*steps, *calls}
+
+
+class HeldCommits:
+    """Holds commits that are slow by nature, once `hold` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hold = False
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.failing = False
+        append = Journal.append
+
+        def held(journal: Journal, rows: Any) -> None:
+            if self.hold and rows:
+                self.begun.set()
+                assert self.go.wait(SOON_S)
+                if self.failing:
+                    raise JournalError("the disk is full")
+            append(journal, rows)
+
+        monkeypatch.setattr(Journal, "append", held)
+        monkeypatch.setattr(Journal, "commits_quickly", property(lambda _: False))
+
+    async def commit(self, memories: AsyncMemories, *numbers: int) -> asyncio.Task[Any]:
+        """An add that waits for its commit."""
+        self.hold = True
+        adding = asyncio.create_task(memories.add(some("ann", *numbers)))
+        assert await asyncio.to_thread(self.begun.wait, SOON_S)
+        return adding
+
+
+async def test_searches_do_not_wait_for_a_commit_and_see_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = HeldCommits(monkeypatch)
+    async with opened(tmp_path) as memories:
+        await memories.add([*some("ann", 1), *some("bob", 1)])
+        adding = await commits.commit(memories, 2)
+        async with asyncio.timeout(SOON_S):
+            assert (await memories.call(word(1, "bob"))).turns
+        of_ann = asyncio.create_task(memories.call(word(2)))
+        later = asyncio.create_task(memories.add(some("bob", 2)))
+        await asyncio.sleep(0.05)
+        assert not (adding.done() or of_ann.done() or later.done())
+        commits.go.set()
+        assert "word2" in (await of_ann).turns[0].memory
+        assert (await adding)[0].seq == 1
+        assert (await later)[0].seq == 1
+
+
+async def test_a_commit_that_fails_acknowledges_nothing_and_the_shard_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = HeldCommits(monkeypatch)
+    async with opened(tmp_path) as memories:
+        await memories.add([*some("ann", 1), *some("bob", 1)])
+        adding = await commits.commit(memories, 2)
+        commits.failing = True
+        commits.go.set()
+        with pytest.raises(JournalError, match="full"):
+            await adding
+        commits.hold = False
+        found = await memories.call(word(2))
+        assert "word1" in found.turns[0].memory
+        (receipt,) = await memories.add(some("ann", 2))
+        assert not receipt.duplicate
+
+
+async def test_a_search_that_breaks_the_engine_beside_a_commit_does_not_break_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits, encoder = HeldCommits(monkeypatch), FailingEncoder(["badger"])
+    async with opened(tmp_path, EngineParts(lambda _: encoder, mock_llm)) as memories:
+        await memories.add([*some("ann", 1), *some("bob", 1)])
+        adding = await commits.commit(memories, 2)
+        with pytest.raises(RuntimeError, match="badger"):
+            await memories.call(SearchQuery("bob", "the badger"))
+        commits.go.set()
+        assert not (await adding)[0].duplicate
+        assert (await memories.call(word(2))).turns
+        (state,) = (await memories.status()).values()
+        assert state["reopened"] == 1
+
+
+async def test_a_round_that_fails_unexpectedly_ends_the_shard_and_not_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as memories:
+        await memories.add(some("ann", 1))
+        with monkeypatch.context() as broken:
+            broken.setattr(TurnCalls, "settle", lambda _: 1 / 0)
+            with pytest.raises(UndertowError, match="closed"):
+                await memories.add(some("ann", 2))
+        receipts = await memories.add(some("ann", 1, 2))
+        assert [receipt.seq for receipt in receipts] == [None, 1] or receipts[1].duplicate
+
+
+async def test_a_command_that_asks_for_more_does_not_begin_a_round_beside_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a streamed answer does."""
+    async with opened(tmp_path) as memories:
+        await memories.add(some("ann", 1))
+        work = memories._router._shard._work  # type: ignore[union-attr]
+        in_use, beside, go = threading.Event(), [0], threading.Event()
+        round_ = EngineWork.round
+
+        def watched(self: EngineWork, *, quickly: bool = False) -> bool:
+            beside[0] += in_use.is_set()
+            return round_(self, quickly=quickly)
+
+        def long(_: Engine) -> bool:
+            in_use.set()
+            time.sleep(0.1)
+            in_use.clear()
+            return True
+
+        monkeypatch.setattr(EngineWork, "round", watched)
+        held = work.ask_without(lambda: go.wait(SOON_S))
+        await asyncio.sleep(0.02)
+        asking = work.ask(lambda _: work.ask(lambda _: True, is_quick=quick), is_quick=quick)
+        last = work.ask(long)
+        go.set()
+        for future in (held, asking, last):
+            assert await asyncio.wrap_future(future)
+        assert await asyncio.wrap_future(asking.result())
+        assert beside == [0]
+
+
+def quick(_: Engine) -> bool:
+    return True
+
+
+async def test_commits_that_follow_each_other_do_not_keep_long_calls_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Journal, "commits_quickly", property(lambda _: False))
+    async with opened(tmp_path) as memories:
+        await memories.add(some("ann", 1))
+        numbers = itertools.count(2)
+
+        async def add() -> None:
+            while True:
+                await memories.add(some("ann", next(numbers)))
+
+        adders = [asyncio.create_task(add()) for _ in range(8)]
+        try:
+            async with asyncio.timeout(SOON_S):
+                assert (await memories.call(StatsQuery()))["turns"] > 0
+                assert await memories.call(TenantsQuery()) == ["ann"]
+        finally:
+            for adder in adders:
+                adder.cancel()
+            await asyncio.gather(*adders, return_exceptions=True)
+
+
+async def test_a_large_add_is_stored_a_few_turns_at_a_time_on_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, batch_turns=None) as memories:
+        await memories.add(some("ann", 0))
+        sizes: list[int] = []
+        admit = Admission.admit
+
+        def watched(self: Admission, turns: TurnColumns) -> Any:
+            sizes.append(turns.size)
+            return admit(self, turns)
+
+        monkeypatch.setattr(Admission, "admit", watched)
+        receipts = await memories.add(some("ann", *range(1, 301)))
+        assert [receipt.seq for receipt in receipts] == list(range(1, 301))
+        assert max(sizes) <= QUICK_TURNS
+
+
+async def test_an_engine_that_fails_on_the_loop_is_opened_again_on_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = FailingEncoder(["badger"])
+    async with opened(tmp_path, EngineParts(lambda _: encoder, mock_llm)) as memories:
+        await memories.add(some("ann", 1))
+        isolations = threads_of(monkeypatch, ShardSupervisor, "isolate")
+        receipts = await memories.add([*some("ann", 2), turn_of("ann", 9, "a badger"), *some("ann", 3)])
+        assert [receipt.parked is None for receipt in receipts] == [True, False, True]
+        assert isolations and threading.current_thread().name not in isolations
+
+
+@pytest.mark.parametrize("quick", [True, False])
+async def test_what_the_loop_has_stored_and_decided_is_what_an_engine_stores_and_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: bool
+) -> None:
+    if not quick:
+        monkeypatch.setattr(Journal, "commits_quickly", property(lambda _: False))
+    turns = [turn for n in range(40) for name in ("ann", "bob", "cy") for turn in some(name, n % 7 + 100 * n)]
+    async with opened(tmp_path / "loop") as memories:
+
+        async def send(name: str) -> list[Receipt]:
+            return [r for t in turns if t.tenant == name for r in await memories.add([t])]
+
+        await asyncio.gather(*(send(name) for name in ("ann", "bob", "cy")))
+        for name in ("ann", "bob", "cy"):
+            assert await memories.call(FlushCommand(name)) is not None
+    with Engine(
+        tmp_path / "engine", settings(), PARTS.encoder(settings()), llm=mock_llm(settings())
+    ) as engine:
+        engine.add_batch(turns)
+        for name in ("ann", "bob", "cy"):
+            engine.flush(name)
+    assert_same_state(end_state(tmp_path / "loop"), end_state(tmp_path / "engine"))

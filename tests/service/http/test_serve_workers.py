@@ -1,0 +1,93 @@
+"""`undertow serve --workers` as a process: it serves, loses a worker, drains, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+
+from undertow.engine.api.engine import Engine
+from undertow.engine.cluster.root import make_root
+from undertow.engine.cluster.shard_map import load
+from undertow.engine.encoders.hashing import HashingEncoder
+from undertow.engine.storage.location import Location
+from undertow.serving.cli.commands.serve import _check_shards
+
+from ...support.cli import run
+from ...support.cluster.in_process import settings
+from ...support.llm_servers import odd_server, wait_until
+from ...support.service.http import at, is_problem, said
+from .test_serve import drain, held_llm, process
+
+TENANTS = [f"acme/{n}" for n in range(6)]
+
+
+def memories(client: httpx2.Client, tenant: str) -> list[str]:
+    found = client.post(at(tenant, "/search"), json={"query": "boat", "top_k": 3})
+    assert found.status_code == 200, found.text
+    return [hit["memory"] for hit in found.json()["results"]]
+
+
+def test_it_serves_loses_a_worker_and_drains(tmp_path: Path) -> None:
+    held = held_llm()
+    env = {"UNDERTOW_SERVICE_DRAIN_NOTICE_S": "0", "UNDERTOW_CLUSTER_PATIENCE_S": "0.3"}
+    with (
+        odd_server(held) as llm,
+        process(tmp_path, "--workers", "2", "--llm", llm, env=env) as service,
+    ):
+        key = service.key()
+        client = service.client(key)
+        for tenant in TENANTS:
+            client.post(at(tenant, "/memories"), json={"messages": said(f"the boat of {tenant}")})
+        assert all(
+            memories(client, tenant) == [f"user: the boat of {tenant}\nassistant: noted"]
+            for tenant in TENANTS
+        )
+        workers = psutil.Process(service.popen.pid).children()
+        shards = client.get("/v1/status").json()
+        assert {one["pid"] for one in shards.values()} == {worker.pid for worker in workers}
+        metrics = client.get("/metrics").text
+        assert all(f'undertow_shard_up{{shard="{shard}"}} 1.0' in metrics for shard in shards)
+
+        homes = dict(zip(TENANTS, load(Location.of(tmp_path)).homes(TENANTS), strict=True))
+        lost = homes[TENANTS[0]]
+        other = next(tenant for tenant in TENANTS if homes[tenant] != lost)
+        psutil.Process(shards[lost]["pid"]).kill()
+        is_problem(client.post(at(TENANTS[0], "/search"), json={"query": "boat"}), 503, "shard")
+        began_s = time.monotonic()
+        assert memories(client, other)
+        assert time.monotonic() - began_s < 1.0
+        assert client.get("/health/ready").status_code == 200
+        wait_until(lambda: client.get("/v1/status").json()[lost]["state"] == "serving")
+        assert memories(client, TENANTS[0]) == [f"user: the boat of {TENANTS[0]}\nassistant: noted"]
+
+        workers = psutil.Process(service.popen.pid).children()
+        for worker in workers:  # as Ctrl-C reaches them in a terminal
+            worker.send_signal(signal.SIGINT)
+        drain(service, key, other, held)
+        assert not psutil.wait_procs(workers, timeout=10)[1]
+        assert [line for line in service.said if not line.startswith(("{", "Starting", "Ready"))] == []
+
+
+def test_what_cannot_be_served_by_workers_is_told_with_its_cure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Engine(tmp_path / "plain", settings(), HashingEncoder(384)):
+        pass
+    make_root(Location.of(tmp_path / "root"), 2)
+    for options, words in (
+        (("--store", tmp_path / "plain", "--workers", "2"), "Name another folder"),
+        (("--store", tmp_path / "root"), "or --workers N"),
+        (("--store", tmp_path / "root", "--workers", "2", "--ray", "auto"), "exclude each other"),
+        (("--store", tmp_path / "new", "--workers", "2", "--shards", "2"), "--shards goes with --ray"),
+        (("--store", tmp_path / "new", "--workers", "0"), "--workers"),
+    ):
+        ran = run("serve", *options)
+        assert (ran.code, words in ran.err) == (2, True), ran.err
+    _check_shards(Location.of(tmp_path / "root"), None, None, 3)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "has 2 shards, so 2 workers serve them" in told and "--ray local --shards 3" in told
