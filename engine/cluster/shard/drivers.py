@@ -112,7 +112,7 @@ class LoopDriver:
         """Whether this is the loop's thread, and no round is under way."""
         return (
             threading.get_ident() == self._loop_thread
-            and (self._under_way is None or self._work.kept is not None)
+            and (self._under_way is None or self._work.unreadable is not None)
             and not (self._in_round or self._stopping or self._ended.is_set())
         )
 

@@ -112,14 +112,16 @@ class EngineWork:
         self._asked_s = 0.0
         # what takes long, and quick work passes
         self._long = _FairQueue()
-        # while a thread commits a step, or reads: the tenants that no search may read meanwhile
-        self.kept: frozenset[str] | None = None
+        # the tenants that no search may read while a thread commits or reads; None where there is no such
+        # thread, or nothing may run beside it
+        self.unreadable: frozenset[str] | None = None
         self.commits = False
         self._committed_last = False
         self._commit_error: Exception | None = None
         # of a step on the loop: a thread is to recover from it
         self._failed: Exception | None = None
-        self._found: list[Exception] = []
+        # of searches that ran beside a thread: they are looked at when it has ended
+        self._late_errors: list[Exception] = []
 
     # ---- from any thread
 
@@ -147,7 +149,7 @@ class EngineWork:
 
     def _command(self, command: _Command) -> Future[Any]:
         # beside work on a thread nobody sees what is not durable
-        may_pass = self.kept is None or (command.searches and command.tenant not in self.kept)
+        may_pass = self.unreadable is None or (command.searches and command.tenant not in self.unreadable)
         if self.is_free() and may_pass and self._is_quick(command):
             self._obey(command)
             if not self._waits and self.supervisor.engine is not None:
@@ -212,7 +214,7 @@ class EngineWork:
     def long_part(self) -> Callable[[], object] | None:
         """What is left of a quick round for a thread: a commit, or one command; None: nothing.
 
-        `end_long_part` follows it. `kept` is None meanwhile if nothing may run beside it.
+        `end_long_part` follows it. `unreadable` is None meanwhile if nothing may run beside it.
         """
         if self.commits:
             return self._commit
@@ -222,7 +224,7 @@ class EngineWork:
             return None
         engine = self.supervisor.engine
         at_hand = engine is not None and (not command.tenant or is_at_hand(engine, command.tenant))
-        self.kept = frozenset([command.tenant]) if command.reads and at_hand else None
+        self.unreadable = frozenset([command.tenant]) if command.reads and at_hand else None
         return partial(self._obey, command)
 
     def _commit(self) -> None:
@@ -236,13 +238,13 @@ class EngineWork:
 
     def end_long_part(self) -> None:
         """What a thread has done is over."""
-        self.kept = None
+        self.unreadable = None
         if self.commits:
             self.commits, self._committed_last = False, True
             self._end_commit()
         self._busy = True
-        while self._found:
-            self._inspect(self._found.pop())
+        while self._late_errors:
+            self._inspect(self._late_errors.pop())
 
     def _end_commit(self) -> None:
         error, self._commit_error = self._commit_error, None
@@ -334,10 +336,10 @@ class EngineWork:
                 value = command.run()
         except Exception as error:  # noqa: BLE001 - the boundary between callers and the engine
             command.future.set_exception(error)
-            if self.kept is None:
+            if self.unreadable is None:
                 self._inspect(error)
             else:  # the engine is in use on two threads
-                self._found.append(error)
+                self._late_errors.append(error)
             return
         if command.wait and value is None:
             self._waits.append(command)
@@ -374,7 +376,7 @@ class EngineWork:
             if apart and not engine.journal.commits_quickly:
                 self.supervisor.begin_step(engine, len(self.calls), brief=brief)
                 if uncommitted := engine.scheduler.uncommitted:
-                    self.kept, self.commits = uncommitted, True
+                    self.unreadable, self.commits = uncommitted, True
                     return
                 engine.commit_step()
                 report = self.supervisor.end_step(engine)

@@ -138,21 +138,24 @@ class HeldCommits:
         monkeypatch.setattr(Journal, "append", held)
         monkeypatch.setattr(Journal, "commits_quickly", property(lambda _: False))
 
-    async def commit(self, memories: AsyncMemories, *numbers: int) -> asyncio.Task[Any]:
-        """An add that waits for its commit."""
-        self.hold = True
-        adding = asyncio.create_task(memories.add(some("ann", *numbers)))
-        assert await asyncio.to_thread(self.begun.wait, SOON_S)
-        return adding
+    @asynccontextmanager
+    async def under_way(
+        self, store: Path, parts: EngineParts = PARTS
+    ) -> AsyncIterator[tuple[AsyncMemories, asyncio.Task[Any]]]:
+        """A turn of ann's and one of bob's are stored; an add of ann's second one waits for its commit."""
+        async with opened(store, parts) as memories:
+            await memories.add([*some("ann", 1), *some("bob", 1)])
+            self.hold = True
+            adding = asyncio.create_task(memories.add(some("ann", 2)))
+            assert await asyncio.to_thread(self.begun.wait, SOON_S)
+            yield memories, adding
 
 
 async def test_searches_do_not_wait_for_a_commit_and_see_nothing_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commits = HeldCommits(monkeypatch)
-    async with opened(tmp_path) as memories:
-        await memories.add([*some("ann", 1), *some("bob", 1)])
-        adding = await commits.commit(memories, 2)
+    async with commits.under_way(tmp_path) as (memories, adding):
         async with asyncio.timeout(SOON_S):
             assert (await memories.call(word(1, "bob"))).turns
         of_ann = asyncio.create_task(memories.call(word(2)))
@@ -169,9 +172,7 @@ async def test_a_commit_that_fails_acknowledges_nothing_and_the_shard_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commits = HeldCommits(monkeypatch)
-    async with opened(tmp_path) as memories:
-        await memories.add([*some("ann", 1), *some("bob", 1)])
-        adding = await commits.commit(memories, 2)
+    async with commits.under_way(tmp_path) as (memories, adding):
         commits.failing = True
         commits.go.set()
         with pytest.raises(JournalError, match="full"):
@@ -187,9 +188,7 @@ async def test_a_search_that_breaks_the_engine_beside_a_commit_does_not_break_th
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commits, encoder = HeldCommits(monkeypatch), FailingEncoder(["badger"])
-    async with opened(tmp_path, EngineParts(lambda _: encoder, mock_llm)) as memories:
-        await memories.add([*some("ann", 1), *some("bob", 1)])
-        adding = await commits.commit(memories, 2)
+    async with commits.under_way(tmp_path, EngineParts(lambda _: encoder, mock_llm)) as (memories, adding):
         with pytest.raises(RuntimeError, match="badger"):
             await memories.call(SearchQuery("bob", "the badger"))
         commits.go.set()
