@@ -32,6 +32,8 @@ _GONE = -1
 # New postings that may stay unsorted: this number, or this share of the sorted ones.
 _UNSORTED = 8_192
 _UNSORTED_SHARE = 1 / 8
+# Each of a query's terms is compared with each of them: in all, about a millisecond.
+_COMPARED = 1 << 20
 
 
 @lean
@@ -176,10 +178,11 @@ class Bm25:
         The maximum makes queries of any length and segments of any size comparable. It includes terms that
         no text has: a query of such words cannot be answered by keywords.
         """
-        self.sort_in()
+        asked = np.fromiter(dict.fromkeys(terms), np.uint32)
+        self._sort_in(most=min(_UNSORTED, _COMPARED // max(1, len(asked))))
         out = np.zeros(rows)
         _score(
-            np.fromiter(dict.fromkeys(terms), np.uint32),
+            asked,
             self._terms,
             self._docs,
             self._counts,
@@ -199,7 +202,10 @@ class Bm25:
 
         `scores` does this first. A caller that adds many texts should call it in between.
         """
-        if len(self._new_terms) <= max(_UNSORTED, _UNSORTED_SHARE * len(self._terms)):
+        self._sort_in(_UNSORTED)
+
+    def _sort_in(self, most: int) -> None:
+        if len(self._new_terms) <= max(most, _UNSORTED_SHARE * len(self._terms)):
             return
         terms = np.concatenate((self._terms, np.frombuffer(self._new_terms, np.uint32)))
         docs = np.concatenate((self._docs, np.frombuffer(self._new_docs, np.int32)))

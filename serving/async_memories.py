@@ -139,15 +139,15 @@ class AsyncMemories:
 
     @staticmethod
     async def _result(begun: Future[T]) -> T:
-        if begun.done():
-            return begun.result()
         try:
-            return await in_loop(begun)
+            return begun.result() if begun.done() else await in_loop(begun)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             raise UndertowError("the memories were closed before they could answer.") from None
+        finally:
+            del begun  # it has the error, whose traceback has this frame
 
 
 def in_loop(begun: Future[T]) -> asyncio.Future[T]:
@@ -158,21 +158,23 @@ def in_loop(begun: Future[T]) -> asyncio.Future[T]:
     loop, thread = asyncio.get_running_loop(), threading.get_ident()
     waiting: asyncio.Future[T] = loop.create_future()
 
-    def settle() -> None:
+    # of the future it is called with: one that a closure holds would be part of a cycle, and live on
+
+    def settle(done: Future[T]) -> None:
         if waiting.done():
             return
-        if begun.cancelled():
+        if done.cancelled():
             waiting.cancel()
-        elif (error := begun.exception()) is not None:
+        elif (error := done.exception()) is not None:
             waiting.set_exception(error)
         else:
-            waiting.set_result(begun.result())
+            waiting.set_result(done.result())
 
-    def settled(_: Future[T]) -> None:
+    def settled(done: Future[T]) -> None:
         if threading.get_ident() == thread:
-            settle()
+            settle(done)
         elif not loop.is_closed():
-            loop.call_soon_threadsafe(settle)
+            loop.call_soon_threadsafe(settle, done)
 
     begun.add_done_callback(settled)
     waiting.add_done_callback(lambda done: begun.cancel() if done.cancelled() else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -17,11 +17,12 @@ from undertow.engine.base.queries import (
     AnswerQuery,
     GetQuery,
     HistoryQuery,
+    ListQuery,
     MemoriesQuery,
     SearchQuery,
     TurnsByKeyQuery,
 )
-from undertow.engine.base.results import Report, SearchResult
+from undertow.engine.base.results import Hit, Report, SearchResult
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.base.trace import Trace
 from undertow.engine.encoders.embedding_cache import EmbeddingCache
@@ -29,7 +30,7 @@ from undertow.engine.llm.client import LLMClient
 from undertow.engine.policies.base import Learns, PromptBudget, Tiers
 from undertow.engine.policies.registry import Policies
 from undertow.engine.search.metadata_index import Where
-from undertow.engine.search.ranking import ANY_TIME, EVERYWHERE, Ranker, Window, with_words
+from undertow.engine.search.ranking import ANY_TIME, EVERYWHERE, Ranked, Ranker, Window, turn_hits, with_words
 from undertow.engine.step.answer_feedback import FeedbackQueue
 from undertow.engine.step.scheduler import Scheduler, StepReport
 from undertow.engine.storage.journal import Journal, Row
@@ -39,6 +40,28 @@ from undertow.engine.tenants.tenant import Tenant
 
 # How long a step waits for a reply where there is nothing else to do.
 WAIT_FOR_REPLY_S = 0.05
+# Turns whose hits are read in about a millisecond.
+HITS_AT_ONCE = 100
+
+
+@dataclass(slots=True)
+class Search:
+    """A search whose hits are read in parts: those of `read` turns that it has found.
+
+    `deleted`: how many turns of the tenant were deleted when it began.
+    """
+
+    query: SearchQuery
+    tenant: Tenant
+    deleted: int
+    ranked: Ranked
+    hits: list[Hit] = field(default_factory=list)
+    read: int = 0
+
+    @property
+    def result(self) -> SearchResult:
+        found = self.ranked
+        return SearchResult(found.episodes, found.facts, tuple(self.hits), found.turn_recall)
 
 
 class SearchCalls(ABC):
@@ -75,6 +98,28 @@ class SearchCalls(ABC):
     def take_up(self, tenants: Sequence[str]) -> None: ...
 
     def _search(self, query: SearchQuery) -> SearchResult:
+        return self._whole(query.tenant, self._ranked_by(query))
+
+    def begin_search(self, query: SearchQuery) -> Search:
+        """Begin a search, for a caller that works on it in parts with `go_on_searching`."""
+        tenant = self._tenant(query.tenant)
+        return Search(query, tenant, tenant.counts["deleted"], self._ranked_by(query))
+
+    def go_on_searching(self, search: Search) -> SearchResult | None:
+        """Read some of the hits. Returns the result once it has all.
+
+        It begins anew if the tenant was evicted meanwhile, or a turn deleted. UnknownTenant.
+        """
+        tenant = self._tenant(search.query.tenant)
+        if tenant is not search.tenant or tenant.counts["deleted"] != search.deleted:
+            search.tenant, search.deleted = tenant, tenant.counts["deleted"]
+            search.ranked, search.hits, search.read = self._ranked_by(search.query), [], 0
+        found, start = search.ranked.turns, search.read
+        search.read += HITS_AT_ONCE
+        search.hits += turn_hits(tenant, found[start : search.read])
+        return search.result if search.read >= len(found) else None
+
+    def _ranked_by(self, query: SearchQuery) -> Ranked:
         window = window_of(query.since, query.until)
         counts = {"k_sub": query.k_sub, "k_epi": query.k_epi, "k_sem": query.k_sem}
         given = {name: count for name, count in counts.items() if count is not None}
@@ -84,9 +129,13 @@ class SearchCalls(ABC):
         tiers = replace(self._tiers_of(query.tenant), consolidated=True, **given)
         return self._rank(query.tenant, query.text, tiers, window, Where.of(query.where))
 
+    def _whole(self, tenant: str, ranked: Ranked) -> SearchResult:
+        turns = tuple(turn_hits(self._tenant(tenant), ranked.turns))
+        return SearchResult(ranked.episodes, ranked.facts, turns, ranked.turn_recall)
+
     def _rank(
         self, tenant: str, text: str, tiers: Tiers, window: Window = ANY_TIME, where: Where = EVERYWHERE
-    ) -> SearchResult:
+    ) -> Ranked:
         of = self._tenant(tenant)
         if not text.strip():
             raise ValueError("the query is empty. Give some words to search for.")
@@ -95,7 +144,7 @@ class SearchCalls(ABC):
         with self.trace.span("encode_query", texts=1):
             vector = self._texts.encode([tenant], [text])[0]
         with self.trace.span("rank", asks=1):
-            return self.ranker.search(
+            return self.ranker.rank(
                 of,
                 vector,
                 k_sub=tiers.k_sub,
@@ -110,7 +159,7 @@ class SearchCalls(ABC):
     def recall(self, tenant: str, question: str) -> SearchResult:
         """The memories that an answer is given: the tiers that the policy wants, see policies.base.Tiers."""
         tiers = self._tiers_of(tenant)
-        found = self._rank(tenant, question, tiers)
+        found = self._whole(tenant, self._rank(tenant, question, tiers))
         return with_words(self._tenant(tenant), found, tiers.raw_of_best)
 
     def _tiers_of(self, tenant: str) -> Tiers:
@@ -127,9 +176,10 @@ class SearchCalls(ABC):
     def _policy_shown(self, tenant: str) -> str:
         return self._tenant(tenant).shown.policy or self.journal.info.policy
 
-    def is_ready(self, query: SearchQuery | AnswerQuery) -> bool:
+    def is_ready(self, query: SearchQuery | AnswerQuery | ListQuery) -> bool:
         """Whether the indexes that a query needs are built, or nearly; see Ranker.is_ready. UnknownTenant."""
-        tenant, hybrid = self._tenant(query.tenant), self.settings.search == "hybrid"
+        tenant = self._tenant(query.tenant)
+        hybrid = self.settings.search == "hybrid" and not isinstance(query, ListQuery)
         return self.ranker.is_ready(tenant, *_filters(query), words=hybrid)
 
     def prepare(self, query: SearchQuery | AnswerQuery) -> int:
@@ -173,7 +223,7 @@ class SearchCalls(ABC):
         return self.tenants.existing(name)
 
 
-def _filters(query: SearchQuery | AnswerQuery) -> tuple[Where, Window]:
+def _filters(query: SearchQuery | AnswerQuery | ListQuery) -> tuple[Where, Window]:
     """The filters of a query. ValueError."""
     if isinstance(query, AnswerQuery):
         return EVERYWHERE, ANY_TIME

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import ref
 
 from undertow.engine.base.config import Settings
 from undertow.engine.base.memory_api import MemoryApi
@@ -165,6 +166,11 @@ def _then(asked: Future[Any], take: Callable[[Any], T]) -> Future[T]:
             except Exception as error:  # noqa: BLE001 - the caller's
                 taken.set_exception(error)
 
+    def cancel(done: Future[T]) -> None:
+        if done.cancelled() and (source := begun()) is not None:
+            source.cancel()
+
+    begun = ref(asked)  # weak, as `asked` has `settle`, and so `taken`: they would live on
     asked.add_done_callback(settle)
-    taken.add_done_callback(lambda done: asked.cancel() if done.cancelled() else None)
+    taken.add_done_callback(cancel)
     return taken

@@ -80,6 +80,16 @@ def _end(until: str) -> datetime:
 
 
 @dataclass(frozen=True, slots=True)
+class Ranked:
+    """What a search has found: hits, and of turns score and seq, nearest first."""
+
+    episodes: tuple[Hit, ...]
+    facts: tuple[Hit, ...]
+    turns: Sequence[tuple[float, int]]
+    turn_recall: float
+
+
+@dataclass(frozen=True, slots=True)
 class Query:
     """A query's vector, float16 [1, dim], and its terms. Without terms only the vector counts."""
 
@@ -109,7 +119,7 @@ class Ranker:
         self._times: WeakKeyDictionary[Tenant, TimeIndex] = WeakKeyDictionary()
         self._keyword_indexes: WeakKeyDictionary[Tenant, KeywordIndex] = WeakKeyDictionary()
 
-    def search(
+    def rank(
         self,
         tenant: Tenant,
         query: NDArray[np.float16],
@@ -121,7 +131,7 @@ class Ranker:
         where: Where = EVERYWHERE,
         words: str = "",
         consolidated: bool = True,
-    ) -> SearchResult:
+    ) -> Ranked:
         """The nearest k_sub turns, k_epi episodes and k_sem facts to `query`, float16 [dim].
 
         By cosine; with `words`, the text of the query, by cosine and keywords (`raised`). A tenant with more
@@ -139,10 +149,10 @@ class Ranker:
         terms = tuple(Analyzer().of(words)) if self._by_words(tenant) else ()
         asked = Query(query.reshape(1, -1), terms)
         self._keyword_index_of(tenant).end_slices()
-        return SearchResult(
+        return Ranked(
             tuple(self._memories(tenant, "episode", asked, k_epi, window, passing)),
             tuple(self._memories(tenant, "fact", asked, k_sem, window, passing)),
-            tuple(self._turns(tenant, asked, k_sub, window, passing, index, every_turn=every_turn)),
+            self._turns(tenant, asked, k_sub, window, passing, index, every_turn=every_turn),
             1.0 if index is None else index.recall(k_sub),
         )
 
@@ -216,7 +226,8 @@ class Ranker:
         index: IvfIndex | None,
         *,
         every_turn: bool,
-    ) -> list[Hit]:
+    ) -> list[tuple[float, int]]:
+        """Score and seq of the best turns."""
         allowed = passing
         if (within := self.within(tenant, window)) is not None:
             allowed = within if passing is None else within & passing
@@ -226,12 +237,8 @@ class Ranker:
         shares = None
         if query.terms:
             shares = self._keyword_index_of(tenant).turns.shares(tenant, query.terms)
-        hits = []
-        for score, row in self._best(tenant.turns_segment, query, k, allowed, shares, index):
-            turn = tenant.turn(tenant.seq_by_row[row])
-            identity = turn_id(tenant.name, tenant.incarnation, turn.seq)
-            hits.append(Hit(identity, "turn", turn.text, score, turn.timestamp, (turn.seq,)))
-        return hits
+        best = self._best(tenant.turns_segment, query, k, allowed, shares, index)
+        return [(score, tenant.seq_by_row[row]) for score, row in best]
 
     def _memories(
         self,
@@ -290,6 +297,17 @@ class Ranker:
             return []
         scores, rows = index.search(query.vector, k)
         return [(s, r) for s, r in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if r >= 0]
+
+
+def turn_hits(tenant: Tenant, found: Sequence[tuple[float, int]]) -> list[Hit]:
+    """The hits of turns, given by score and seq; those that were deleted since are left out."""
+    hits = []
+    for score, seq in found:
+        if tenant.exists(seq):
+            text, timestamp = tenant.said(seq)
+            identity = turn_id(tenant.name, tenant.incarnation, seq)
+            hits.append(Hit(identity, "turn", text, score, timestamp, (seq,)))
+    return hits
 
 
 def with_words(tenant: Tenant, found: SearchResult, best: int) -> SearchResult:

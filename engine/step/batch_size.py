@@ -19,12 +19,13 @@ LEAST_TURNS = 64
 ADMISSION_S = 0.5
 # After a second of deciding, so many seconds of storing, where more turns are about to be stored.
 STORING_PER_DECIDING = 9.0
-# A step decides for so long where searches wait for its end, and so many records where none do: enough to
-# fill the gate's kernel.
-BRIEF_S = 0.004
-MOST_RECORDS = 8_192
-# With so many turns a step takes some milliseconds.
+# A step admits for so long, and decides for so long, where searches wait for its end; at least so many turns
+# and records, as other threads may slow it down, and at most so many turns.
+BRIEF_S = 0.002
+LEAST_BRIEF = 8
 QUICK_TURNS = 32
+# It decides so many records where none wait: enough to fill the gate's kernel.
+MOST_RECORDS = 8_192
 
 
 @dataclass(slots=True)
@@ -89,18 +90,19 @@ class DecidingShare:
         self._due_s = ended_s + STORING_PER_DECIDING * (ended_s - began_s)
 
 
-class BriefDecisions:
-    """The number of records that are decided in about `BRIEF_S`, measured on earlier steps."""
+class BriefWork:
+    """How much of some work takes about `BRIEF_S`, measured on earlier steps."""
 
-    def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, most: int, clock_s: Callable[[], float] = time.perf_counter) -> None:
+        self._most = most
         self._clock_s = clock_s
-        self.records = LEAST_TURNS
+        self.count = min(LEAST_TURNS, most)
 
     @contextmanager
-    def measured(self, records: Callable[[], int]) -> Iterator[None]:
-        """Measure a round of decisions; `records`: how many there were, asked at its end."""
+    def measured(self, done: Callable[[], int]) -> Iterator[None]:
+        """Measure the work of a step; `done`: how much it was, asked at its end."""
         began_s = self._clock_s()
         yield
-        if 2 * records() >= self.records:
-            in_time = int(BRIEF_S * records() / max(self._clock_s() - began_s, 1e-9))
-            self.records = max(1, min(in_time, 2 * self.records, MOST_RECORDS))
+        if 2 * done() >= self.count:
+            in_time = int(BRIEF_S * done() / max(self._clock_s() - began_s, 1e-9))
+            self.count = max(LEAST_BRIEF, min(in_time, 2 * self.count, self._most))

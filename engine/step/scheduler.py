@@ -27,7 +27,7 @@ from undertow.engine.step.batch_size import (
     MOST_RECORDS,
     QUICK_TURNS,
     BatchSizer,
-    BriefDecisions,
+    BriefWork,
     DecidingShare,
 )
 from undertow.engine.step.between_steps import BetweenSteps
@@ -86,7 +86,7 @@ class Scheduler(BetweenSteps):
         self._effects = effects
         self._batch_sizer = batch_sizer
         self._deciding_share = DecidingShare()
-        self._brief_decisions = BriefDecisions()
+        self._brief_turns, self._brief_records = BriefWork(QUICK_TURNS), BriefWork(MOST_RECORDS)
         self._lookahead_turns = lookahead_turns
         self._trace = trace
         self.inbox = Inbox(queue_turns)
@@ -152,14 +152,15 @@ class Scheduler(BetweenSteps):
         """The part of a step before its commit; see `uncommitted`."""
         self._report = StepReport()
         self._stored = self._admit(brief)
-        self._encode_next()
+        if not brief:
+            self._encode_next()
         self.deciding = True
         busy = self._report.stored > 0 or (len(self.inbox) > 0 and not self.admission_paused)
         self._resume_replied(0.0 if busy or self.decisions.ready_count else wait_s)
         if not storing or self.admission_paused or self._deciding_share.is_due:
             report = self._report
-            with self._deciding_share.measured(), self._brief_decisions.measured(lambda: report.decided):
-                self._decide(self._brief_decisions.records if brief else MOST_RECORDS)
+            with self._deciding_share.measured(), self._brief_records.measured(lambda: report.decided):
+                self._decide(self._brief_records.count if brief else MOST_RECORDS)
 
     @property
     def uncommitted(self) -> frozenset[str]:
@@ -195,9 +196,14 @@ class Scheduler(BetweenSteps):
         if self.inbox.is_empty or self.admission_paused:
             return None
         most = self._batch_sizer.step_turns(bulk=self.inbox.serves_block)
-        batch = self.inbox.take(min(most, QUICK_TURNS) if brief else most)
+        batch = self.inbox.take(min(most, self._brief_turns.count) if brief else most)
+        turns = batch.turns.size
         try:
-            with self._batch_sizer.measured() as admitted, self._trace.span("admit", turns=batch.turns.size):
+            with (
+                self._batch_sizer.measured() as admitted,
+                self._brief_turns.measured(lambda: turns),
+                self._trace.span("admit", turns=turns),
+            ):
                 new = self._admission.admit(batch.turns)
                 admitted.fresh_turns = new.fresh_turns
                 self._trace.link(batch.traceparents)
@@ -212,7 +218,7 @@ class Scheduler(BetweenSteps):
         self._resume_admission_at = None
         self._rows += [*new.rows, *batch.rows]
         self._report.admitted = new.fresh_turns
-        self._report.duplicates = batch.turns.size - new.fresh_turns
+        self._report.duplicates = turns - new.fresh_turns
         _note_arrivals(self.decisions.lag_tracker, batch, new)
         for tenant in new.tenants:
             self.decisions.add(tenant)

@@ -12,7 +12,10 @@ by the rules of engine/storage/fencing.py; their marks are rows too, of kind "ep
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +68,14 @@ class Journal(JournalReads):
     _commits = 0
     # Whether the last flush has failed, so that its rows may be in Lance all the same.
     _unsure = False
+    # The thread that reads within `beside_appends`.
+    _reader: int | None = None
+    _reserved = False
+
+    @cached_property
+    def _one_user(self) -> threading.Lock:
+        """Held by who reads beside appends, and by `settle`."""
+        return threading.Lock()
 
     @cached_property
     def _cleaner(self) -> VersionCleaner:
@@ -223,8 +234,9 @@ class Journal(JournalReads):
             self._tail.append(self._next_lsn, batch, self.epoch)
             self._check_claim()
         self._next_lsn += batch.num_rows
-        with self._rewriting():
-            self._tail.flush_if_due()
+        if not self._reserved:
+            with self._rewriting():
+                self._tail.flush_if_due()
 
     def _check_claim(self) -> None:
         """After an entry was written to the log: Fenced if another writer may have read the log before it."""
@@ -238,9 +250,30 @@ class Journal(JournalReads):
 
     def settle(self) -> None:
         """Move all rows to Lance, before it is read, changed, or appended to otherwise. JournalError."""
-        if self._tail is not None and self.writable:
-            with self._rewriting():
+        if self._tail is not None and self.writable and self._reader != threading.get_ident():
+            with self._one_user, self._rewriting():
                 self._tail.settle()
+
+    def move_until(self, lsn: int) -> Future[None] | None:
+        """Have rows before `lsn` moved to Lance in the background. None: they are there.
+
+        While that is under way one may append; on an error it leaves them in the log.
+        """
+        return None if self._tail is None else self._tail.move_until(lsn)
+
+    def reserve(self) -> None:
+        """Have nothing moved to Lance until another thread has read it, within `beside_appends`."""
+        self._reserved = True
+
+    @contextmanager
+    def beside_appends(self) -> Iterator[None]:
+        """Around reads on one thread, while another one appends. They see what is in Lance."""
+        with self._one_user:
+            self._reader = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._reader, self._reserved = None, False
 
     def _move(self, batches: Sequence[pa.RecordBatch]) -> None:
         """Append batches to Lance, unless they landed there when an earlier attempt seemed to fail."""

@@ -13,6 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from undertow.engine.base.model import (
+    INSTRUCTIONS,
     BadInput,
     InputError,
     Memory,
@@ -183,6 +184,13 @@ def turn_id(tenant: str, generation: int, seq: int) -> str:
 
 def messages_of(body: Mapping[str, Any]) -> tuple[Message, ...]:
     return tuple(Message(**m) for m in body["messages"])
+
+
+def spoken_in(body: Mapping[str, Any]) -> str:
+    """`spoken` of a payload's messages, without an object for each: searches read many payloads."""
+    messages = body["messages"]
+    said = [m for m in messages if m["role"] not in INSTRUCTIONS] or messages
+    return "\n".join([f"{m.get('name') or m['role']}: {m['content']}" for m in said])
 
 
 def key_hash(dedupe_key: str) -> int:

@@ -60,12 +60,26 @@ class Tail:
         if self._flush is not None and not (is_late or self._flush.done()):
             return
         self._end_flush()
+        self._flush_aside()
+
+    def move_until(self, lsn: int) -> Future[None] | None:
+        """Begin to move rows before `lsn`, in the background. None: they are moved. Fenced."""
+        if self._flush is None or self._flush.done():
+            self._end_flush()
+            if not self._moving and not (self._waiting and self._waiting[0][0] < lsn):
+                return None
+            self._flush_aside()
+        return self._flush
+
+    def _flush_aside(self) -> None:
         self._begin_flush()
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="flush")
         try:
             self._flush = self._thread.submit(self._run)
         except RuntimeError as error:  # no thread can be started; the next flush moves these rows too
             log.warning("cannot move the log's rows in the background: %s", error)
+            self._flush = Future()
+            self._flush.set_exception(error)
 
     def settle(self) -> None:
         """Move everything to Lance now. StoreError, and what `move` raises; the log then keeps the rows."""

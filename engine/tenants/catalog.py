@@ -55,9 +55,11 @@ class TenantCatalog:
         """UnknownTenant if the tenant has nothing in the store; Moved or InTransit if it is leaving."""
         self.require_here([name])
         if name not in self:
-            raise UnknownTenant(
-                f"no tenant {name!r} in {self._journal.location}. `undertow list --kind tenants` shows them."
-            )
+            raise self.unknown(name)
+
+    def unknown(self, name: str) -> UnknownTenant:
+        where = self._journal.location
+        return UnknownTenant(f"no tenant {name!r} in {where}. `undertow list --kind tenants` shows them.")
 
     def require_incarnation(self, name: str, incarnation: int) -> None:
         """As `require`; UnknownTenant also if this incarnation of the name was erased."""

@@ -12,7 +12,7 @@ import orjson
 
 from undertow.engine.base.model import lines_of
 from undertow.engine.policies.base import Thresholds, TurnView
-from undertow.engine.storage.row_codec import Control, messages_of, without_text
+from undertow.engine.storage.row_codec import Control, messages_of, spoken_in, without_text
 from undertow.engine.tenants.payload_file import PayloadFile, Payloads
 from undertow.kernels.key_table import KeyTable, add_keys
 
@@ -75,6 +75,11 @@ class RecordLog:
         body = orjson.loads(self.payload(seq))
         lines = lines_of(messages_of(body))
         return TurnView(seq, "\n".join(lines), body.get("timestamp"), lines, body["session"])
+
+    def said(self, seq: int) -> tuple[str, str | None]:
+        """The text and timestamp of a turn that exists, as of `turn`."""
+        body = orjson.loads(self._payloads[seq])
+        return spoken_in(body), body.get("timestamp")
 
     def rows_before(self, seq: int) -> int:
         """The number of turn rows before record `seq`: the causal mask of its gate."""

@@ -41,7 +41,7 @@ def make_app(service: Service, tracing: Tracing | None = None) -> FastAPI:
         app.include_router(routes.router)
     hot = (*add.router.routes, *search_and_answer.router.routes)
     direct = [route for route in hot if isinstance(route, GuardedRoute) and route.access.direct]
-    app.add_middleware(Front, load=service.load, guard=service.guard, direct=direct)
+    app.add_middleware(Front, load=service.load, guard=service.guard, turns=service.turns, direct=direct)
     app.add_middleware(
         RequestObserver, metrics=service.metrics, tenant_key=service.memories.tenant_key, tracing=tracing
     )

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 BACKLOG = 2_048
 # connections that the event loop takes at once, before any of them can be refused
 ACCEPTED_AT_ONCE = 64
+# uvloop takes one connection of a socket in each iteration, so that a loop with much to do would hardly take
+# any: it listens at so many doubles of each socket too
+DOUBLES = 7
 # files that connections leave free: for the store, and for connections that are about to be refused
 FILES_KEPT = 512
 ACCEPT_LOG_S = 60.0
@@ -51,7 +54,8 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
-        await super().startup(sockets)
+        doubles = [one.dup() for one in sockets or () for _ in range(DOUBLES)]
+        await super().startup(None if sockets is None else [*sockets, *doubles])
         for one in sockets or ():
             one.listen(BACKLOG)  # asyncio made it as short as what it takes at once
         if self.started:
@@ -160,7 +164,7 @@ def config_of(app: FastAPI, host: str, port: int, settings: ServiceSettings) -> 
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=ACCEPTED_AT_ONCE,
+        backlog=ACCEPTED_AT_ONCE // (DOUBLES + 1),
         timeout_keep_alive=settings.keep_alive_s,
         timeout_graceful_shutdown=1,  # `_drain` has waited already
     )

@@ -17,6 +17,7 @@ from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.limits import answer_tokens
 from undertow.serving.auth.principal import Principal
 from undertow.serving.http.jobs.queue import JobQueue
+from undertow.serving.http.middleware.fair_turns import FairTurns
 from undertow.serving.http.middleware.front import sender_of
 from undertow.serving.http.middleware.guard import Guard
 from undertow.serving.http.middleware.idempotency import AGAIN, IdempotencyStore
@@ -61,6 +62,7 @@ class Service:
         self.refusals = RefusalCounts()
         self.key_file = key_file
         self.load = LoadLimits(self.settings)
+        self.turns = FairTurns()
         self.adding = AddCalls(memories, self.load)
         self.once = IdempotencyStore(state, self.settings.keep_s)
         self.jobs = JobQueue(state, self.settings)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +13,11 @@ import pytest
 from undertow.bench.system.service import closed_loop
 from undertow.bench.system.service.__main__ import name_of, parser
 from undertow.bench.system.service.compare import COMPARED, ratios
-from undertow.bench.system.service.hostile import endless
+from undertow.bench.system.service.hostile import TENANT, attacks
 from undertow.bench.system.service.open_loop import Answer, Caller, Outcome, arrivals, run_loop
 from undertow.bench.system.service.parts import Mix, holds, recovery
 from undertow.bench.system.service.served import Checkout, counted
-from undertow.bench.system.service.world import World
+from undertow.bench.system.service.world import Request, World
 from undertow.engine.base.model import UndertowError
 from undertow.engine.encoders.hashing import HashingEncoder
 
@@ -175,13 +174,13 @@ def test_figures_of_different_runs_have_files_of_their_own(words: list[str], nam
 
 def test_what_a_hostile_tenant_sends_is_legal(tmp_path: Path) -> None:
     with serving(tmp_path) as running:
-        sent = list(islice(endless(running.url, running.key()), 10))
+        kinds = attacks(running.url, running.key())
         outcome = Outcome(0.0, 1.0)
 
         async def send() -> None:
             caller = Caller(running.url)
-            for request in sent:
-                await caller.run([request], [0.0], outcome)
+            for sent in kinds.values():
+                await caller.run([Request(False, TENANT, sent)], [0.0], outcome)
             caller.close()
 
         asyncio.run(send())

@@ -198,7 +198,7 @@ def test_consolidated_turns_leave_search_and_no_others(ivf_rows: int, tmp_path: 
         assert engine.drain()
         assert found_turns(engine) == {3, 4, 5}
         assert found_turns(engine, "violin") == {3, 4, 5}
-        by_vector = engine.ranker.search(
+        by_vector = engine.ranker.rank(
             engine.tenants.get("ann"),
             np.asarray(ENCODER.encode(["boat"])[0]),
             k_sub=100,
@@ -206,6 +206,6 @@ def test_consolidated_turns_leave_search_and_no_others(ivf_rows: int, tmp_path: 
             k_sem=0,
             window=Window(),
         )
-        assert {hit.source_seqs[0] for hit in by_vector.turns} == {3, 4, 5}
+        assert {seq for _, seq in by_vector.turns} == {3, 4, 5}
     with open_engine(tmp_path, **options) as engine:
         assert found_turns(engine) == set(range(6)), "they stay stored, and by default searchable"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
-from itertools import count, cycle
+from itertools import cycle
 from urllib.parse import urlencode, urlsplit
 
 from undertow.bench.system.service.open_loop import Caller, Outcome, run_loop
@@ -45,25 +44,25 @@ def hostile_part(filled: Filled, mix: Mix, durability: str, seconds: float, rate
 async def _beside(load: Load, seconds: float, rate: float) -> tuple[tuple[Outcome, Figures], Figures]:
     caller, outcome = Caller(load.service.url), Outcome(0.0, seconds)
     until_s = time.monotonic() + seconds
-    requests = endless(load.service.url, load.service.key)
+    requests = cycle(attacks(load.service.url, load.service.key).values())
 
     async def attack() -> None:
         while time.monotonic() < until_s:
-            await caller.run([next(requests)], [0.0], outcome)
+            await caller.run([Request(False, TENANT, next(requests))], [0.0], outcome)
 
-    attacks = [asyncio.create_task(attack()) for _ in range(AT_ONCE)]
+    attackers = [asyncio.create_task(attack()) for _ in range(AT_ONCE)]
     try:
         return await load.at_rate_async(rate, seconds), {
             "statuses": {str(status): n for status, n in sorted(outcome.statuses.items())}
         }
     finally:
-        await asyncio.gather(*attacks)
+        await asyncio.gather(*attackers)
         caller.close()
 
 
-def endless(url: str, key: str) -> Iterator[Request]:
-    """The kinds in turn: large adds, long queries, all filters, reads of everything."""
-    host, texts, numbers = urlsplit(url).netloc, Texts(7), count()
+def attacks(url: str, key: str) -> dict[str, bytes]:
+    """One request of each kind: a large add, long queries, all filters, reads of everything."""
+    host, texts = urlsplit(url).netloc, Texts(7)
     long_query = " ".join(texts.queries(400))[:MAX_QUERY_CHARS]
     filters = {f"key{n}": [f"value{m}" for m in range(MAX_FILTER_VALUES)] for n in range(MAX_FILTER_KEYS)}
     in_path = urlencode([(f"filter.{name}", values[0]) for name, values in filters.items()])
@@ -71,30 +70,26 @@ def endless(url: str, key: str) -> Iterator[Request]:
 
     def add() -> bytes:
         said = texts.messages(MAX_MESSAGES // MESSAGES_A_TURN)
-        metadata = {f"key{n}": f"value{next(numbers)}" for n in range(MAX_FILTER_KEYS)}
+        metadata = {f"key{n}": f"value{n}" for n in range(MAX_FILTER_KEYS)}
         messages = [{"role": role, "content": text[:200]} for text in said for role in ("user", "assistant")]
         return _request(host, key, "POST", f"{base}/memories", {"messages": messages, "metadata": metadata})
 
     def search(**more: object) -> bytes:
         return _request(host, key, "POST", f"{base}/search", {"query": long_query, "top_k": 1_000, **more})
 
-    first = add()
-    kinds: tuple[Callable[[], bytes], ...] = (
-        lambda: (
-            first
-        ),  # the others make the tenant large once; an add of this size each time would fill memory
-        lambda: search(),
-        lambda: search(filters=filters, since="2020-01-01", until="2030-01-01"),
-        lambda: _request(host, key, "GET", f"{base}/memories?limit=1000&{in_path}"),
-        lambda: _request(host, key, "GET", f"{base}/memories?limit=1000"),
-        lambda: _request(host, key, "GET", f"{base}/export"),
-        lambda: _request(host, key, "GET", f"{base}/explain"),
-        lambda: _request(host, key, "GET", f"{base}/usage"),
-        lambda: _request(host, key, "POST", f"{base}/flush", {}),
-        lambda: _request(host, key, "GET", "/v1/tenants/hostile-unknown/stats"),
-    )
-    for kind in cycle(kinds):
-        yield Request(False, TENANT, kind())
+    # made once, as this process sends the others' requests too; an add without a key is new each time
+    return {
+        "add": add(),
+        "search": search(),
+        "search with filters": search(filters=filters, since="2020-01-01", until="2030-01-01"),
+        "list with filters": _request(host, key, "GET", f"{base}/memories?limit=1000&{in_path}"),
+        "list": _request(host, key, "GET", f"{base}/memories?limit=1000"),
+        "export": _request(host, key, "GET", f"{base}/export"),
+        "explain": _request(host, key, "GET", f"{base}/explain"),
+        "usage": _request(host, key, "GET", f"{base}/usage"),
+        "flush": _request(host, key, "POST", f"{base}/flush", {}),
+        "stats of no tenant": _request(host, key, "GET", "/v1/tenants/hostile-unknown/stats"),
+    }
 
 
 def _request(host: str, key: str, method: str, path: str, body: object = None) -> bytes:

@@ -272,10 +272,13 @@ class Reports:
         return [row for row in rows if row.kind in kinds and row not in withheld]
 
     def _every_row(self, tenant: str, kinds: Sequence[str]) -> list[Row]:
-        """As `_rows`, with those that are withheld."""
+        """As `_rows`, with those that are withheld. `kinds`: with control, of which every log has some."""
         self.tenants.require(tenant)
         key = self._journal.info.tenant_key(tenant)
-        return self._alive(self._journal.read(tenant_keys=[key], kinds=kinds, vectors=False))
+        rows = self._alive(self._journal.read(tenant_keys=[key], kinds=kinds, vectors=False))
+        if not rows:  # its first turn came after the read had begun
+            raise self.tenants.unknown(tenant)
+        return rows
 
     def _alive(self, rows: Iterator[Row]) -> list[Row]:
         return sorted((row for row in rows if self._is_alive(row)), key=lambda row: row.lsn)

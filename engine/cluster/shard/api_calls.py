@@ -9,7 +9,10 @@ from typing import Any, TypeVar
 
 from undertow.engine.api.answer_calls import PendingAnswer
 from undertow.engine.api.engine import Engine
+from undertow.engine.api.report_format import check_limit
+from undertow.engine.api.search_calls import Search
 from undertow.engine.api.transfer.import_ import Import, ImportCancelled
+from undertow.engine.api.views.listing import MAX_LISTED
 from undertow.engine.base.queries import (
     AnswerQuery,
     ApiCall,
@@ -33,7 +36,7 @@ from undertow.engine.base.queries import (
     TenantStatsQuery,
     UpdateCommand,
 )
-from undertow.engine.base.results import Answer, Certificate, ImportReport, SearchResult
+from undertow.engine.base.results import Answer, Certificate, ImportReport, Page, Report, SearchResult
 from undertow.engine.cluster.shard import repeated_calls
 from undertow.engine.cluster.shard.answer_streams import (
     AnswerStream,
@@ -41,6 +44,7 @@ from undertow.engine.cluster.shard.answer_streams import (
     AnswerTicket,
     UnknownTicket,
 )
+from undertow.engine.cluster.shard.commands import NotYet
 from undertow.engine.cluster.shard.engine_work import EngineWork
 from undertow.engine.cluster.shard.index_build import AfterIndexBuild, CallerGone, IndexBuildQueue, forward
 from undertow.engine.cluster.shard.quick import is_quick_call, logs_quickly
@@ -51,17 +55,11 @@ from undertow.engine.llm.client import BrokenOff
 T = TypeVar("T")
 
 # They read the journal, and of memory what there is of their tenant. Counts load tenants, so they are none.
-READS = (
-    ExplainQuery,
-    ExportQuery,
-    GetQuery,
-    HistoryQuery,
-    ListQuery,
-    MemoriesQuery,
-    PolicyQuery,
-    TenantsQuery,
-    TenantStatsQuery,
-)
+READS = (MemoriesQuery, PolicyQuery, TenantsQuery, TenantStatsQuery)
+# They read the journal, and of memory which tenants there are.
+JOURNAL_READS = (ExplainQuery, ExportQuery, GetQuery, HistoryQuery)
+# Records that are listed in about a millisecond.
+LISTED_AT_ONCE = 50
 
 
 @dataclass(slots=True, eq=False)
@@ -90,14 +88,22 @@ class ApiCalls:
         if (handler := HANDLERS.get(type(call))) is not None:
             begun: Future[R | None] = handler(self, call)
             return begun
-        tenant, reads = getattr(call, "tenant", None) or "", isinstance(call, READS)
+        tenant = getattr(call, "tenant", None) or ""
+        reads_journal = isinstance(call, JOURNAL_READS)
+        reads = reads_journal or isinstance(call, READS)
         if isinstance(call, MemoryCall):
-            return self._ask(lambda engine: self._on_memory(engine, call), tenant=tenant, reads=reads)
+            return self._ask(
+                lambda engine: self._on_memory(engine, call),
+                tenant=tenant,
+                reads=reads,
+                reads_journal=reads_journal,
+            )
         return self._ask(
             lambda engine: self._on_tenant(engine, call),
             is_quick=lambda engine: is_quick_call(engine, call),
             tenant=tenant,
             reads=reads,
+            reads_journal=reads_journal,
         )
 
     def _on_tenant(self, engine: Engine, call: ApiCall[R]) -> R:
@@ -122,9 +128,45 @@ class ApiCalls:
     # ---- search and answers
 
     def _search(self, query: SearchQuery) -> Future[SearchResult]:
-        return self._after_index_build(query, lambda engine: engine.call(query))
+        begun: tuple[Engine, Search] | None = None
 
-    def _after_index_build(self, query: SearchQuery | AnswerQuery, act: Callable[[Engine], T]) -> Future[T]:
+        def search(engine: Engine) -> SearchResult | NotYet:
+            nonlocal begun
+            if begun is None or begun[0] is not engine:  # a reopened engine has not begun
+                begun = engine, engine.begin_search(query)
+            return engine.go_on_searching(begun[1]) or NotYet.GO_ON
+
+        return self._after_index_build(query, search)
+
+    def _list(self, query: ListQuery) -> Future[Page]:
+        """In parts, as other calls would wait for a long page."""
+        items: list[Report] = []
+        after, incarnation = query.after, -1
+
+        def go_on(engine: Engine) -> Page | NotYet:
+            nonlocal after, incarnation
+            self._check(query.tenant)
+            check_limit("list", query.limit, MAX_LISTED)
+            if (current := engine.tenants.incarnation(query.tenant)) != incarnation:
+                items.clear()  # of a tenant that was erased since
+                after, incarnation = query.after, current
+            most = min(query.limit - len(items), LISTED_AT_ONCE)
+            part = engine.call(replace(query, after=after, limit=most))
+            items.extend(part.items)
+            after = part.after
+            return Page(tuple(items), after) if after is None or len(items) == query.limit else NotYet.GO_ON
+
+        return self._ask(
+            go_on,
+            wait=True,
+            is_quick=lambda engine: is_quick_call(engine, query),
+            tenant=query.tenant,
+            reads=True,
+        )
+
+    def _after_index_build(
+        self, query: SearchQuery | AnswerQuery, act: Callable[[Engine], T | NotYet]
+    ) -> Future[T]:
         prepared = AfterIndexBuild(self._index_builds, query, self._check, act)
         asked = self._ask(
             prepared,
@@ -145,15 +187,18 @@ class ApiCalls:
             lambda engine: (engine, self._asked(engine, query)),
         )
 
-        def answer(engine: Engine) -> Answer | None:
+        def answer(engine: Engine) -> Answer | NotYet | None:
             nonlocal asked
             if ready.cancelled:
                 if asked is not None:
                     asked[0].let_go(asked[1])
                 raise CallerGone
             if asked is None or asked[0] is not engine:  # a reopened engine has not asked yet
-                asked = ready(engine) or asked
-            return None if asked is None or asked[0] is not engine else engine.heard(asked[1])
+                begun = ready(engine)
+                if begun is None or isinstance(begun, NotYet):
+                    return begun
+                asked = begun
+            return engine.heard(asked[1])
 
         return ready.promised(
             self._ask(answer, wait=True, is_quick=lambda engine: is_quick_call(engine, query))
@@ -291,6 +336,7 @@ HANDLERS: Mapping[type[ApiCall[Any]], Callable[[ApiCalls, Any], Future[Any]]] = 
     EraseCommand: ApiCalls._erase,
     FlushCommand: ApiCalls._flush,
     ImportCommand: ApiCalls._import,
+    ListQuery: ApiCalls._list,
     SearchQuery: ApiCalls._search,
     UpdateCommand: ApiCalls._edit,
 }

@@ -105,14 +105,19 @@ class LoopDriver:
     def _wake(self) -> None:
         if threading.get_ident() != self._loop_thread:
             self._loop.call_soon_threadsafe(self._wake)
-        elif not (self._next_is_due or self._in_round or self._ended.is_set()) and self._under_way is None:
+        elif not (self._next_is_due or self._in_round or self._ended.is_set()) and self._may_go_on:
             self._schedule(0.0)
+
+    @property
+    def _may_go_on(self) -> bool:
+        """Whether a round may run: the engine has one owner at a time, or a thread reads its journal."""
+        return self._under_way is None or (self._work.reads_aside and not self._stopping)
 
     def _is_free(self) -> bool:
         """Whether this is the loop's thread, and no round is under way."""
         return (
             threading.get_ident() == self._loop_thread
-            and (self._under_way is None or self._work.unreadable is not None)
+            and (self._may_go_on or self._work.unreadable is not None)
             and not (self._in_round or self._stopping or self._ended.is_set())
         )
 
@@ -129,7 +134,7 @@ class LoopDriver:
 
     def _round(self) -> None:
         self._next, self._next_is_due = None, False
-        if self._under_way is not None:  # the engine has one owner at a time
+        if not self._may_go_on:
             return
         if self._stopping:
             self._under_way = self._pool.submit(self._end)
@@ -140,6 +145,10 @@ class LoopDriver:
                 done = self._work.round(quickly=True)
             finally:
                 self._in_round = False
+            if self._under_way is not None:  # what takes long comes after it
+                if done:
+                    self._schedule(self._work.patience_s)
+                return
             part = self._work.long_part() if done else self._work.round
             if part is None:
                 self._schedule(self._work.patience_s)

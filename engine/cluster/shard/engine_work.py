@@ -8,17 +8,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import UndertowError
-from undertow.engine.base.trace_context import current_traceparent, use_traceparent
+from undertow.engine.base.trace_context import use_traceparent
 from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, SessionStart, TurnCall
+from undertow.engine.cluster.shard.commands import Command, FairQueue, NotYet, read_aside
 from undertow.engine.cluster.shard.quarantine import reason_of
 from undertow.engine.cluster.shard.quick import is_at_hand, is_quick_add, never, steps_quickly
 from undertow.engine.cluster.shard.supervisor import RETRY_S, ShardSupervisor, contained
@@ -35,6 +35,10 @@ POLL_S = 0.005
 SERVING_S = 1.0
 
 
+# commands that wait are repeated for so long in one round
+REPEATED_S = 0.002
+
+
 class ShardClosed(UndertowError):
     """The shard has ended: it was closed, or met an unexpected error."""
 
@@ -44,49 +48,6 @@ class ShardClosed(UndertowError):
 
     def __str__(self) -> str:
         return f"shard {self.shard} was closed. Open it again."
-
-
-@dataclass(slots=True)
-class _Command:
-    """Something to do with the engine. `wait`: repeated until its result is not None.
-
-    `is_quick`: whether the engine does it within some milliseconds. It runs in the trace of its caller: see
-    engine/base/trace_context.py.
-    """
-
-    run: Callable[[], Any]
-    future: Future[Any]
-    is_quick: Callable[[Engine], bool]
-    wait: bool = False
-    # whose memories it is about; empty: those of the store
-    tenant: str = ""
-    # whether it reads what is in memory, or only the journal, and changes neither
-    searches: bool = False
-    reads: bool = False
-    traceparent: str | None = field(default_factory=current_traceparent)
-
-
-class _FairQueue:
-    """Commands whose tenants take turns."""
-
-    def __init__(self) -> None:
-        self._by_tenant: OrderedDict[str, deque[_Command]] = OrderedDict()
-
-    def __bool__(self) -> bool:
-        return bool(self._by_tenant)
-
-    def append(self, command: _Command) -> None:
-        self._by_tenant.setdefault(command.tenant, deque()).append(command)
-
-    def pop(self) -> _Command | None:
-        """The next one; None: there is none."""
-        if not self._by_tenant:
-            return None
-        tenant, waiting = self._by_tenant.popitem(last=False)
-        command = waiting.popleft()
-        if waiting:
-            self._by_tenant[tenant] = waiting
-        return command
 
 
 class EngineWork:
@@ -100,57 +61,59 @@ class EngineWork:
         # whether this thread may use the engine now, between two rounds
         self.is_free: Callable[[], bool] = lambda: False
         self._shard = shard
-        self._commands: deque[_Command | TurnCall] = deque()
+        self._commands: deque[Command | TurnCall] = deque()
         # guards the queues, the count of turns and `_closed`
         self._lock = threading.Lock()
         self._queue_turns = queue_turns
         self._queues = CallQueues(queue_turns)
         self.waiting_turns = 0
         self._closed = False
-        self._waits: deque[_Command] = deque()
+        self._waits: deque[Command] = deque()
         self._busy = True
         self._asked_s = 0.0
         # what takes long, and quick work passes
-        self._long = _FairQueue()
+        self._long = FairQueue()
         # the tenants that no search may read while a thread commits or reads; None where there is no such
         # thread, or nothing may run beside it
         self.unreadable: frozenset[str] | None = None
         self.commits = False
+        # whether a thread reads the journal, and rounds go on beside it
+        self.reads_aside = False
         self._committed_last = False
         self._commit_error: Exception | None = None
         # of a step on the loop: a thread is to recover from it
         self._failed: Exception | None = None
-        # of searches that ran beside a thread: they are looked at when it has ended
+        # of commands while a thread used the engine, its own too: they are looked at when it has ended
         self._late_errors: list[Exception] = []
 
     # ---- from any thread
 
     def ask(
         self,
-        run: Callable[[Engine], T | None],
+        run: Callable[[Engine], T | NotYet | None],
         *,
         wait: bool = False,
         is_quick: Callable[[Engine], bool] = never,
         tenant: str = "",
         searches: bool = False,
         reads: bool = False,
+        reads_journal: bool = False,
     ) -> Future[T]:
-        """Run something with the engine. `wait`: repeat it until its result is not None.
+        """Run something with the engine. The others: see Command."""
 
-        The others: see _Command.
-        """
-        return self._command(
-            _Command(lambda: run(self.supervisor.open()), Future(), is_quick, wait, tenant, searches, reads)
-        )
+        def act() -> T | NotYet | None:
+            return run(self.supervisor.open())
+
+        return self._command(Command(act, Future(), is_quick, wait, tenant, searches, reads, reads_journal))
 
     def ask_without(self, run: Callable[[], T]) -> Future[T]:
         """Run something that does not need the engine."""
-        return self._command(_Command(run, Future(), never))
+        return self._command(Command(run, Future(), never))
 
-    def _command(self, command: _Command) -> Future[Any]:
+    def _command(self, command: Command) -> Future[Any]:
         # beside work on a thread nobody sees what is not durable
         may_pass = self.unreadable is None or (command.searches and command.tenant not in self.unreadable)
-        if self.is_free() and may_pass and self._is_quick(command):
+        if self._failed is None and self.is_free() and may_pass and self._is_quick(command):
             self._obey(command)
             if not self._waits and self.supervisor.engine is not None:
                 return command.future
@@ -185,7 +148,7 @@ class EngineWork:
         with self._lock:
             return self._queues.trial(client, self.waiting_turns)
 
-    def _put(self, command: _Command | TurnCall) -> None:
+    def _put(self, command: Command | TurnCall) -> None:
         """With the lock held."""
         if self._closed:
             command.future.set_exception(ShardClosed(self._shard))
@@ -223,6 +186,9 @@ class EngineWork:
         if (command := self._long.pop()) is None:
             return None
         engine = self.supervisor.engine
+        if engine is not None and (part := read_aside(engine.journal, command, self._long, self._obey)):
+            self.reads_aside = True
+            return part
         at_hand = engine is not None and (not command.tenant or is_at_hand(engine, command.tenant))
         self.unreadable = frozenset([command.tenant]) if command.reads and at_hand else None
         return partial(self._obey, command)
@@ -238,7 +204,7 @@ class EngineWork:
 
     def end_long_part(self) -> None:
         """What a thread has done is over."""
-        self.unreadable = None
+        self.unreadable, self.reads_aside = None, False
         if self.commits:
             self.commits, self._committed_last = False, True
             self._end_commit()
@@ -268,7 +234,9 @@ class EngineWork:
     @property
     def patience_s(self) -> float | None:
         """How long the next round may wait for a command or a call; None: for as long as it takes."""
-        if self._busy or self._commands or self._long:
+        if self.reads_aside and self._failed is not None:
+            return None
+        if self._busy or self._commands or (self._long and not self.reads_aside):
             return 0.0
         if self.supervisor.has_work or self.calls or self._waits:
             return POLL_S
@@ -317,31 +285,35 @@ class EngineWork:
                 self._obey(command)
         return True
 
-    def _is_quick(self, command: _Command | TurnCall) -> bool:
+    def _is_quick(self, command: Command | TurnCall) -> bool:
         engine = self.supervisor.engine
         if engine is None:
             return False
         return is_quick_add(engine, command) if isinstance(command, TurnCall) else command.is_quick(engine)
 
-    def _obey(self, command: _Command) -> None:
+    def _obey(self, command: Command) -> None:
         """Run one command for the first time."""
         self._asked_s = time.monotonic()
         if command.future.set_running_or_notify_cancel():
             self._run_command(command)
 
-    def _run_command(self, command: _Command) -> None:
+    def _run_command(self, command: Command) -> None:
         """Its error is the caller's."""
         try:
             with use_traceparent(command.traceparent), contained():
                 value = command.run()
         except Exception as error:  # noqa: BLE001 - the boundary between callers and the engine
+            if isinstance(error, UndertowError):
+                # the frames of its traceback have the future that has the error, and would live on
+                error = error.with_traceback(None)
             command.future.set_exception(error)
-            if self.unreadable is None:
+            if self.unreadable is None and not self.reads_aside:
                 self._inspect(error)
             else:  # the engine is in use on two threads
                 self._late_errors.append(error)
             return
-        if command.wait and value is None:
+        if command.wait and (value is None or value is NotYet.GO_ON):
+            self._busy = self._busy or value is NotYet.GO_ON
             self._waits.append(command)
         else:
             command.future.set_result(value)
@@ -364,7 +336,10 @@ class EngineWork:
         self._repeat_waiting()
 
     def _repeat_waiting(self) -> None:
+        until_s = time.monotonic() + REPEATED_S
         for _ in range(len(self._waits)):
+            if time.monotonic() > until_s:
+                return
             self._run_command(self._waits.popleft())
 
     def _step(self, apart: bool) -> None:
@@ -373,7 +348,7 @@ class EngineWork:
             engine = self.supervisor.open()
             self.calls.feed(engine)
             brief = apart or self._serving
-            if apart and not engine.journal.commits_quickly:
+            if apart and not (self.reads_aside or engine.journal.commits_quickly):
                 self.supervisor.begin_step(engine, len(self.calls), brief=brief)
                 if uncommitted := engine.scheduler.uncommitted:
                     self.unreadable, self.commits = uncommitted, True

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.queries import AnswerQuery, SearchQuery
+from undertow.engine.cluster.shard.commands import NotYet
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -67,7 +68,7 @@ class AfterIndexBuild(Generic[T]):
         builds: IndexBuildQueue,
         query: SearchQuery | AnswerQuery,
         check: Callable[[str], None],
-        act: Callable[[Engine], T],
+        act: Callable[[Engine], T | NotYet],
     ) -> None:
         self._builds = builds
         self._query = query
@@ -95,12 +96,12 @@ class AfterIndexBuild(Generic[T]):
         """Whether the caller has cancelled the call."""
         return self._promise.cancelled()
 
-    def __call__(self, engine: Engine) -> T | None:
+    def __call__(self, engine: Engine) -> T | NotYet | None:
         try:
             if self.cancelled:
                 raise CallerGone
             if not self._is_ready(engine):
-                return None
+                return NotYet.GO_ON if self._builds.holder is self else None
         except BaseException:
             self._leave()
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from undertow.engine.api.engine import Engine
-from undertow.engine.base.queries import AnswerQuery, ApiCall, SearchQuery, TurnsByKeyQuery
+from undertow.engine.base.queries import AnswerQuery, ApiCall, ListQuery, SearchQuery, TurnsByKeyQuery
 from undertow.engine.cluster.shard.call_queue import TurnCall
 from undertow.engine.step.batch_size import MOST_TURNS
 
@@ -32,13 +32,15 @@ def is_quick_call(engine: Engine, call: ApiCall[Any]) -> bool:
     """Of a query that reads no journal, and builds a slice of an index."""
     if isinstance(call, TurnsByKeyQuery):
         return is_at_hand(engine, call.tenant)
-    if not isinstance(call, SearchQuery | AnswerQuery) or engine.embeds_in_s > QUICK_TEXT_S:
+    if not isinstance(call, SearchQuery | AnswerQuery | ListQuery):
         return False
     tenant = engine.tenants.in_memory(call.tenant)
     if tenant is None:
         return is_at_hand(engine, call.tenant)
+    if isinstance(call, ListQuery):
+        return engine.ranker.is_quick(tenant, filters=True) and engine.is_ready(call)
     filters = isinstance(call, SearchQuery) and bool(call.where or call.since or call.until)
-    return engine.ranker.is_quick(tenant, filters=filters)
+    return engine.embeds_in_s <= QUICK_TEXT_S and engine.ranker.is_quick(tenant, filters=filters)
 
 
 def is_quick_add(engine: Engine, call: TurnCall) -> bool:

@@ -162,6 +162,7 @@ class ShardSupervisor:
                 self._warm = True
             self._resharding = ReshardingParticipant(engine, self._shard, self.root.stores, newest)
             engine.resume()
+            engine.tenants.names()  # read now, as an event loop may not wait for it later
             for tenant, why in self._faults.items():
                 engine.scheduler.decisions.block(tenant, why)
         except BaseException:

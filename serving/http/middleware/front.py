@@ -17,6 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from undertow.serving.auth.principal import Principal
+from undertow.serving.http.middleware.fair_turns import FairTurns
 from undertow.serving.http.middleware.guard import Guard
 from undertow.serving.http.middleware.load_limits import LoadLimits
 from undertow.serving.http.problems import SLUG, problem_of
@@ -25,6 +26,8 @@ from undertow.serving.telemetry.logs import log_failure
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health/live", "/health/ready", "/openapi.json", "/docs"})
+# statuses of requests that were refused before their turn
+REFUSED = frozenset({401, 403, 429})
 VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # in a request's scope: the id in its response; its sender, if it needs a key; its tenant, once decoded
 REQUEST_ID = "undertow.request_id"
@@ -41,12 +44,20 @@ def sender_of(scope: Scope) -> Principal:
 class Front:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, load: LoadLimits, guard: Guard, direct: Sequence[APIRoute] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        load: LoadLimits,
+        guard: Guard,
+        turns: FairTurns,
+        direct: Sequence[APIRoute] = (),
+    ) -> None:
         """`direct`: routes of POST that take their requests from here, past the framework's own layers."""
         self._app = app
         self._direct = direct
         self._load = load
         self._guard = guard
+        self._turns = turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,7 +87,12 @@ class Front:
             else:
                 problem = problem_of(error)
                 scope[SLUG] = problem.slug
-                await problem.response(scope, receive, answer)
+                turn = self._turns.turn(_line_of(scope))
+                if problem.status_code in REFUSED:  # whoever ignores it is slowed down, and nobody else
+                    await turn.begin()
+                await turn.timed(problem.response(scope, receive, answer))
+            # its frames have what has the error: they would live on until the collector stops the loop
+            error.__traceback__ = None
 
     async def _pass(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         if scope["path"] in OPEN_PATHS:
@@ -90,6 +106,12 @@ class Front:
                     await route.handle(scope, receive, send)
                     return
             await self._app(scope, receive, send)
+
+
+def _line_of(scope: Scope) -> str:
+    """Where a sender's refusals wait: not among the requests of the tenant that it names."""
+    sender = scope.get(PRINCIPAL)
+    return f"\0{sender.key_id if sender else ''}"
 
 
 def undecoded_path(scope: Scope) -> str:

@@ -32,7 +32,7 @@ KEY_QUEUE = Refusal("key-queue", "Too many turns sent with this key are being st
 
 
 class LoadLimits:
-    """Counts requests under way. A request over a limit gets 429 at once and is never queued.
+    """Counts requests under way. A request over a limit gets 429 and never waits for room.
 
     So no tenant and no key has more than its share of the service, and an overloaded service says so quickly.
     """
@@ -107,6 +107,11 @@ class LoadLimits:
             self._counted("turns with key", key_id, max(s.max_key_turns, turns), KEY_QUEUE, count=turns),
         ):
             yield
+
+    def require_room(self, key_id: str, tenant: str) -> None:
+        """Problem 429: as many turns of the tenant, or with the key, are being stored as may be."""
+        with self.storing(key_id, tenant, 1):
+            pass
 
     async def idle(self) -> None:
         """Wait until no request is under way."""

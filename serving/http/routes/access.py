@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -29,7 +29,7 @@ from undertow.serving.http.middleware.idempotency import KEY_HEADER, KeyOwner, a
 from undertow.serving.http.middleware.load_limits import LoadLimits
 from undertow.serving.http.openapi import IDEMPOTENCY_KEY, PROBLEM_RESPONSES
 from undertow.serving.http.problems import Problem, bad_field
-from undertow.serving.http.routes.direct import DirectEndpoint
+from undertow.serving.http.routes.direct import LARGE_BODY_BYTES, DirectEndpoint
 from undertow.serving.http.service_settings import ServiceSettings
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 MARK = "__undertow_access__"
 FORBIDDEN = "This key lacks the scope {scope} for {reaches}. Ask for a key that has it."
+WITHOUT_BODY = frozenset({"GET", "DELETE"})
 STRAY_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
@@ -57,6 +58,7 @@ class Access:
     `scope`: None for no key, on /health/* only. `once`: it accepts an Idempotency-Key, and keeps its
     response. `act`: its name in the audit log, if refused requests are logged there. `imports`: its body may
     be as large as an import. `long`: it may take as long as an LLM, or as the reader of the response.
+    `stores`: it stores turns, and a large body is not read where those of the tenant wait for room.
     `direct`: it is called without FastAPI's dependency solver, see direct.py.
     """
 
@@ -66,6 +68,7 @@ class Access:
     act: str | None = None
     imports: bool = False
     long: bool = False
+    stores: bool = False
     direct: bool = False
 
     def __call__(self, endpoint: F) -> F:
@@ -135,17 +138,26 @@ class GuardedRoute(APIRoute):
             with service.load.share(principal.key_id, covered):
                 await self._refuse(service, principal, tenant)
         headers = Headers(scope=scope)
-        load, key_id = service.load, principal.key_id
+        load, key_id, name = service.load, principal.key_id, tenant or ""
         with load.share(key_id, tenant), self._room(load, key_id, tenant):
-            within = bounded(
+            announced = headers.get("content-length", "")
+            if self.access.stores and announced.isdecimal() and int(announced) > LARGE_BODY_BYTES:
+                load.require_room(key_id, name)
+            receive = bounded(
                 receive, headers, *self._bounds(service.settings), grace_s=service.settings.body_timeout_s
             )
+            turn = service.turns.turn(name)
+            if scope["method"] in WITHOUT_BODY:
+                await turn.begin()
+            else:
+                receive = turn.after_body(receive)
             if self.access.once and KEY_HEADER in headers:
                 owner = None if tenant is None else service.memories.tenant_key(tenant)
                 sender = KeyOwner(key_id, tenant, owner, erases=self.access.scope is Scope.ERASE)
-                await answer_once(service.once, sender, self._serve, scope, within, send)
+                work: Awaitable[None] = answer_once(service.once, sender, self._serve, scope, receive, send)
             else:
-                await self._serve(scope, within, send)
+                work = self._serve(scope, receive, send)
+            await turn.timed(work)
 
     def _room(self, load: LoadLimits, key_id: str, tenant: str | None) -> AbstractContextManager[None]:
         """A slot under the limit for this kind of request."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Header
 from fastapi.exceptions import RequestValidationError
@@ -20,7 +20,11 @@ from undertow.serving.http.routes.add_batches import AddBatch
 from undertow.serving.http.routes.schemas import AddRequest, AddResponse, Item
 from undertow.serving.http.service import Sender, Served, Service, Tenant
 
+T = TypeVar("T")
+
 MANY_MESSAGES = 64
+# of most turns, see pair_chat
+MESSAGES_A_TURN = 2
 
 router = APIRouter(route_class=GuardedRoute, tags=["memories"])
 
@@ -36,7 +40,7 @@ IdempotencyKey = Annotated[
 
 
 @router.post("/v1/tenants/{tenant}/memories", response_model=AddResponse)
-@Access(Scope.WRITE, direct=True)
+@Access(Scope.WRITE, direct=True, stores=True)
 async def add(
     tenant: Tenant, asked: AddRequest, service: Served, sender: Sender, idempotency_key: IdempotencyKey = None
 ) -> Any:
@@ -45,47 +49,58 @@ async def add(
     `results` has one entry per turn; a turn is a message and its reply. With `items`, each item is accepted
     or rejected on its own: the response's `items` has a status, and results or a reason, for each.
     """
+    whose = tenant, sender.key_id, idempotency_key, service.max_message_bytes
     if asked.items is None:
-        item = Item(**{name: value for name, value in asked if value is not None})
-        given = tenant, item, sender.key_id, idempotency_key, service.max_message_bytes
-        many = len(item.messages) > MANY_MESSAGES  # which would hold the event loop
-        batch = await asyncio.to_thread(AddBatch.of, *given) if many else AddBatch.of(*given)
+        given = {name: value for name, value in asked if value is not None}
+        item = Item.model_construct(**given)  # checked as a part of the request
+        make = partial(AddBatch.of, item, *whose)
+        batch = await _made(service, sender.key_id, tenant, len(item.messages), make)
         (result,) = await service.adding.add(sender.key_id, tenant, [batch])
         if isinstance(result, Problem):
             raise result
         return {"results": result}
-    if not 1 <= len(asked.items) <= service.settings.max_items:
-        raise bad_field(
-            "items", f"holds {len(asked.items)}; give 1 to {service.settings.max_items:,} at a time."
-        )
-    return {"items": await _add_items(service, tenant, sender.key_id, asked.items, idempotency_key)}
-
-
-async def _add_items(
-    service: Service, tenant: str, key_id: str, items: Sequence[Any], key: str | None
-) -> list[Report]:
-    """The result of each item, in order. `key`: for items without a key, with their position. Problem 422."""
-    given = (item.get("messages") for item in items if isinstance(item, dict))
-    count = sum(len(messages) for messages in given if isinstance(messages, list))
+    items, most = asked.items, service.settings.max_items
+    if not 1 <= len(items) <= most:
+        raise bad_field("items", f"holds {len(items)}; give 1 to {most:,} at a time.")
+    lists = (item.get("messages") for item in items if isinstance(item, dict))
+    count = sum(len(messages) for messages in lists if isinstance(messages, list))
     if count > MAX_MESSAGES:
         raise bad_field("items", f"holds {count:,} messages; give at most {MAX_MESSAGES:,} at a time.")
-    batches: list[AddBatch] = []
-    rejected: dict[int, Problem] = {}
+    batches = await _made(service, sender.key_id, tenant, count, partial(_batches, items, *whose))
+    accepted = [batch for batch in batches if isinstance(batch, AddBatch)]
+    added = iter(await service.adding.add(sender.key_id, tenant, accepted))
+    results = [next(added) if isinstance(batch, AddBatch) else batch for batch in batches]
+    return {
+        "items": [
+            _rejected(result) if isinstance(result, Problem) else {"status": 200, "results": result}
+            for result in results
+        ]
+    }
+
+
+async def _made(service: Service, key_id: str, tenant: str, messages: int, make: Callable[[], T]) -> T:
+    """What `make` makes of so many messages. Many would hold the event loop. Problem 429, as of AddCalls."""
+    if messages <= MANY_MESSAGES:
+        return make()
+    with service.load.storing(key_id, tenant, -(-messages // MESSAGES_A_TURN)):
+        return await service.turns.aside(tenant, make)
+
+
+def _batches(
+    items: Sequence[Any], tenant: str, key_id: str, key: str | None, max_message_bytes: int
+) -> list[AddBatch | Problem]:
+    """Each item, in order, or why it is rejected. `key`: for items without a key, with their position."""
+    made: list[AddBatch | Problem] = []
     for n, raw in enumerate(items):
         try:
             item = Item.model_validate(raw)
             own = item.idempotency_key or (key and f"{key}\x1f{n}")
-            batches.append(AddBatch.of(tenant, item, key_id, own, service.max_message_bytes))
+            made.append(AddBatch.of(item, tenant, key_id, own, max_message_bytes))
         except ValidationError as invalid:
-            rejected[n] = problem_of(RequestValidationError(invalid.errors()))
+            made.append(problem_of(RequestValidationError(invalid.errors())))
         except InputError as bad:
-            rejected[n] = problem_of(bad)
-    added = iter(await service.adding.add(key_id, tenant, batches))
-    results = [rejected[n] if n in rejected else next(added) for n in range(len(items))]
-    return [
-        _rejected(result) if isinstance(result, Problem) else {"status": 200, "results": result}
-        for result in results
-    ]
+            made.append(problem_of(bad))
+    return made
 
 
 def _rejected(problem: Problem) -> Report:

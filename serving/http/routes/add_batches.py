@@ -33,7 +33,7 @@ class AddBatch:
     turns: Sequence[Turn]
 
     @classmethod
-    def of(cls, tenant: str, item: Item, key_id: str, key: str | None, max_message_bytes: int) -> AddBatch:
+    def of(cls, item: Item, tenant: str, key_id: str, key: str | None, max_message_bytes: int) -> AddBatch:
         """The turns of some messages. InputError.
 
         `key`: the caller's Idempotency-Key, distinct for each API key. Without one, each call is new.

@@ -17,6 +17,8 @@ from undertow.serving.http.middleware.front import sender_of
 from undertow.serving.http.middleware.idempotency import KEY_HEADER, idempotency_key
 
 JSON = (b"content-type", b"application/json")
+# such a body is read in a millisecond or two
+LARGE_BODY_BYTES = 32 << 10
 # what an endpoint may ask for, by the name of its parameter
 GIVEN = {"tenant", "asked", "service", "sender", "idempotency_key"}
 
@@ -38,18 +40,27 @@ class DirectEndpoint:
         self._model: type[BaseModel] = get_type_hints(endpoint)["asked"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
+        headers, service, tenant = (
+            Headers(scope=scope),
+            scope["app"].state.service,
+            scope["path_params"]["tenant"],
+        )
+        body = await read_all(receive)
+        if len(body) > LARGE_BODY_BYTES:
+            asked = await service.turns.aside(tenant, self._asked, headers, body)
+        else:
+            asked = self._asked(headers, body)
         given = {
-            "tenant": scope["path_params"]["tenant"],
-            "asked": self._asked(headers, await read_all(receive)),
-            "service": scope["app"].state.service,
+            "tenant": tenant,
+            "asked": asked,
+            "service": service,
             "sender": sender_of(scope),
             "idempotency_key": idempotency_key(headers) if KEY_HEADER in headers else None,
         }
-        body = orjson.dumps(await self._endpoint(**{name: given[name] for name in self._names}))
-        length = (b"content-length", str(len(body)).encode())
+        written = orjson.dumps(await self._endpoint(**{name: given[name] for name in self._names}))
+        length = (b"content-length", str(len(written)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [JSON, length]})
-        await send({"type": "http.response.body", "body": body})
+        await send({"type": "http.response.body", "body": written})
 
     def _asked(self, headers: Headers, body: bytes) -> BaseModel:
         """The body, read and checked. RequestValidationError."""

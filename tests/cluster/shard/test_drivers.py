@@ -54,6 +54,12 @@ def word(n: int, tenant: str = "ann") -> SearchQuery:
     return SearchQuery(tenant, f"word{n} other{n}", k_sub=1, k_epi=0, k_sem=0)
 
 
+def engine_of(memories: AsyncMemories) -> Engine:
+    engine = memories._router._shard._supervisor.engine  # type: ignore[union-attr]
+    assert engine is not None
+    return engine
+
+
 def threads_of(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> list[str]:
     """The names of the threads that a method runs on, from now on."""
     seen: list[str] = []
@@ -74,13 +80,14 @@ async def test_adds_searches_and_look_ups_run_on_the_loop_and_long_calls_on_a_th
     async with opened(tmp_path) as memories:
         (receipt,) = await memories.add(some("ann", 1))
         steps, calls = threads_of(monkeypatch, Engine, "step"), threads_of(monkeypatch, Engine, "call")
+        searches = threads_of(monkeypatch, Engine, "begin_search")
         await memories.add(some("ann", 2))
         await memories.add(some("bob", 1))  # a new tenant has nothing to be loaded
         assert set(steps) == {here}
         assert (await memories.call(word(2))).turns
         assert await memories.call(TurnsByKeyQuery("ann", ["none"])) == {}
         assert not (await memories.call(SearchQuery("ann", "word1", where={"topic": "boats"}))).turns
-        assert set(calls) == {here}
+        assert set(calls) == set(searches) == {here}
         calls.clear()
         await memories.call(StatsQuery())
         assert receipt.id is not None
@@ -96,7 +103,7 @@ async def test_a_tenant_that_is_to_be_loaded_does_not_hold_the_loop(
         await memories.call(FlushCommand("ann"))  # else opening the store would load it
     here = threading.current_thread().name
     async with opened(tmp_path) as memories:
-        calls = threads_of(monkeypatch, Engine, "call")
+        calls = threads_of(monkeypatch, Engine, "begin_search")
         assert (await memories.call(word(3))).turns
         await asyncio.sleep(0.05)  # the round on the thread ends
         assert (await memories.call(word(4))).turns
@@ -109,10 +116,11 @@ async def test_an_encoder_that_takes_long_runs_on_a_thread(
     here = threading.current_thread().name
     async with opened(tmp_path) as memories:
         await memories.add(some("ann", 1))
-        engine = memories._router._shard._supervisor.engine  # type: ignore[union-attr]
-        assert engine is not None
-        engine._texts.text_s = 1.0
-        steps, calls = threads_of(monkeypatch, Engine, "step"), threads_of(monkeypatch, Engine, "call")
+        engine_of(memories)._texts.text_s = 1.0
+        steps, calls = (
+            threads_of(monkeypatch, Engine, "step"),
+            threads_of(monkeypatch, Engine, "begin_search"),
+        )
         await memories.call(word(1))
         await memories.add(some("ann", 2))
         assert here not in {*steps, *calls}

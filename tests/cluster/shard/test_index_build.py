@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,22 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SLICE_ROWS", SLICE)
 
 
-def asked(
-    preparing: IndexBuildQueue, tenant: str, query: str = QUERIES[0], **filters: Any
-) -> AfterIndexBuild[SearchResult]:
+Asked = Callable[[Engine], SearchResult | None]
+
+
+def asked(preparing: IndexBuildQueue, tenant: str, query: str = QUERIES[0], **filters: Any) -> Asked:
+    """A search that is asked again and again: None until it has found something."""
     search = SearchQuery(tenant, query, **filters)
-    return AfterIndexBuild(preparing, search, lambda _: None, lambda engine: engine.call(search))
+    prepared = AfterIndexBuild(preparing, search, lambda _: None, lambda engine: engine.call(search))
+
+    def ask(engine: Engine) -> SearchResult | None:
+        found = prepared(engine)
+        return found if isinstance(found, SearchResult) else None
+
+    return ask
 
 
-def rounds(engine: Engine, *searches: AfterIndexBuild[SearchResult]) -> list[int]:
+def rounds(engine: Engine, *searches: Asked) -> list[int]:
     """Each is asked once in a round, until it has found something: how many rounds that took."""
     took = [0] * len(searches)
     waiting = list(enumerate(searches))

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from undertow.engine.base.results import SearchResult
-from undertow.engine.search.ranking import Window
+from undertow.engine.search.ranking import Ranked, Window
 from undertow.engine.storage.row_codec import turn_id
 from undertow.engine.tenants.tenant import Tenant
 
@@ -23,9 +22,9 @@ def test_a_tenant_is_indexed_above_the_set_size_and_the_others_are_not(tmp_path:
     with open_engine(tmp_path / "store", ivf_rows=300, **NEVER) as engine:
         engine.add_batch([*large[:600], *small])
 
-        def ask(tenant: Tenant, text: str, **window: str) -> SearchResult:
+        def ask(tenant: Tenant, text: str, **window: str) -> Ranked:
             vector = ENCODER.encode([f"user: {text}\nassistant: I see."])[0]
-            return engine.ranker.search(tenant, vector, k_sub=10, k_epi=5, k_sem=5, window=Window(**window))
+            return engine.ranker.rank(tenant, vector, k_sub=10, k_epi=5, k_sem=5, window=Window(**window))
 
         of_large, of_small = engine.tenants.get_many(["large", "small"])
         exact = ask(of_small, words[7])
@@ -35,16 +34,16 @@ def test_a_tenant_is_indexed_above_the_set_size_and_the_others_are_not(tmp_path:
         report = engine.ranker.indexes()["large"]
         assert report.rows == 600
         assert found.turn_recall == report.probes[0].recall < 1.0
-        assert found.turns[0].source_seqs == (7,)
+        assert found.turns[0][1] == 7
         assert ask(of_small, words[7]) == exact
 
         engine.delete(turn_id("large", of_large.generation, 7))
-        assert all(hit.source_seqs != (7,) for hit in ask(of_large, words[7]).turns)
+        assert all(seq != 7 for _, seq in ask(of_large, words[7]).turns)
         engine.add_batch(large[600:])
-        assert ask(of_large, words[650]).turns[0].score > 0.99
+        assert ask(of_large, words[650]).turns[0][0] > 0.99
         windowed = ask(of_large, words[8], since="2026-03-01", until="2026-03-01")
         assert windowed.turn_recall == 1.0
-        assert windowed.turns[0].source_seqs == (8,)
+        assert windowed.turns[0][1] == 8
 
         assert engine.drain()
         engine.tenants.evict("large")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import re
 import threading
 from collections.abc import Sequence
@@ -18,14 +20,19 @@ from starlette.datastructures import Headers
 from undertow.engine.api.transfer.export import ExportTrailer
 from undertow.engine.base.memory_api import Receipts
 from undertow.engine.base.model import Turn
+from undertow.engine.storage.location import Location
 from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.auth.principal import Scope
+from undertow.serving.http.hosting import Files, hosted
 from undertow.serving.http.middleware.guard import OpenGuard
 from undertow.serving.http.problems import Problem
+from undertow.serving.http.service_settings import ServiceSettings
 
+from ...support.cluster.in_process import settings
 from ...support.llm_servers import wait_until
 from ...support.service.http import SOON_S, Running, at, is_problem, said, serving
 from ...support.service.wire import Wire
+from .test_async_memories import opened
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -216,3 +223,64 @@ def test_what_the_page_loads_has_a_hash(client: httpx2.Client) -> None:
     assert page.headers["content-type"].startswith("text/html") and "/openapi.json" in page.text
     loaded = re.findall(r"<[^>]*https?://[^>]*>", page.text)
     assert len(loaded) == 2 and all('integrity="sha384-' in tag for tag in loaded)
+
+
+SAID = {"messages": [{"role": "user", "content": "The otters are back."}]}
+REPEATS = 20
+
+
+async def ask(app: Any, method: str, path: str, body: object = None) -> int:
+    """The status of a request to the application."""
+    data = b"" if body is None else json.dumps(body).encode()
+    headers = {"host": "localhost", "content-type": "application/json", "content-length": str(len(data))}
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return int(sent[0]["status"])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("status", "method", "path", "body"),
+    [
+        (200, "POST", "ann/memories", SAID),
+        (200, "POST", "ann/search", {"query": "otters"}),
+        (200, "GET", "ann/memories", None),
+        (200, "GET", "ann/stats", None),
+        (404, "POST", "nobody/search", {"query": "otters"}),
+        (404, "GET", "nobody/stats", None),
+        (422, "POST", "ann/search", {"query": ""}),
+    ],
+)
+async def test_a_request_is_freed_with_its_response_as_the_collector_holds_the_loop(
+    tmp_path: Path, status: int, method: str, path: str, body: object
+) -> None:
+    store = tmp_path / "store"
+    async with opened(store, theta_count=1_000) as memories:  # no add calls the LLM
+        files = Files.beside(Location.of(store), None, None, open_to_all=True)
+        with hosted(memories, files, ServiceSettings(), settings()) as app:
+            assert await ask(app, "POST", "/v1/tenants/ann/memories", SAID) == 200
+            for _ in range(REPEATS):  # what is made once is made now
+                assert await ask(app, method, f"/v1/tenants/{path}", body) == status
+            await asyncio.sleep(0)
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(REPEATS):
+                    await ask(app, method, f"/v1/tenants/{path}", body)
+                assert gc.collect() < REPEATS
+            finally:
+                gc.enable()

@@ -1,0 +1,254 @@
+"""Requests begin in turns, so that no tenant makes the others wait. Used on the event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from functools import partial
+from math import inf, log2
+from time import perf_counter
+from typing import Any, TypeVar
+
+from starlette.types import Message, Receive
+
+T = TypeVar("T")
+
+# The requests that begin in one iteration of the loop are expected to take so long.
+ITERATION_S = 0.002
+# What a request takes at least, with what is done before and after its turn.
+LEAST_S = 0.0005
+# A tenant has used far more than another: by this power of two. A request of the lighter one holds its own
+# for so long: it may take much longer, without the loop.
+FAR_MORE, HELD_S = 3.0, 0.02
+# What a tenant has used of the loop counts half after this time.
+HALF_LIFE_S = 1.0
+# Tenants whose use is kept; those that were idle longest are forgotten.
+MOST_TENANTS = 4_096
+
+
+@dataclass(slots=True, eq=False)
+class _Use:
+    """What a tenant uses of the loop.
+
+    `rank`: the logarithm of the seconds used, decayed. Since all decay alike, it is that of moment 0, and
+    the order of ranks is the order of uses at any moment.
+    """
+
+    rank: float = -inf
+    typical_s: float = LEAST_S
+
+    def add(self, seconds: float, now_s: float) -> None:
+        now = now_s / HALF_LIFE_S
+        self.rank = log2(max(2 ** (self.rank - now) + seconds, LEAST_S / 8)) + now
+
+    def follow(self, seconds: float, now_s: float) -> None:
+        """A request took so long, of which `typical_s` was added when it began."""
+        self.add(seconds - self.typical_s, now_s)
+        self.typical_s += (seconds - self.typical_s) / 8
+
+
+class _Line:
+    """Requests that wait. That of the tenant with the lowest rank is next, its oldest one."""
+
+    def __init__(self) -> None:
+        # a tenant's rank is that of the moment when it came to the front
+        self._tenants: list[tuple[float, str]] = []
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+    @property
+    def next_tenant(self) -> str:
+        return self._tenants[0][1]
+
+    @property
+    def lowest_rank(self) -> float:
+        return self._tenants[0][0]
+
+    async def wait(self, tenant: str, rank: float, on_lost: Callable[[], None] = lambda: None) -> None:
+        """`on_lost`: called if the turn has come to one that was cancelled."""
+        turn = asyncio.get_running_loop().create_future()
+        if tenant not in self._waiting:
+            self._waiting[tenant] = deque()
+            heapq.heappush(self._tenants, (rank, tenant))
+        self._waiting[tenant].append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                on_lost()
+            raise
+
+    def call(self, rank: float) -> bool:
+        """Let the next one go on; `rank`: of its tenant. False: it was cancelled."""
+        tenant = self.next_tenant
+        turn = self._waiting[tenant].popleft()
+        if self._waiting[tenant]:
+            heapq.heapreplace(self._tenants, (rank, tenant))
+        else:
+            heapq.heappop(self._tenants)
+            del self._waiting[tenant]
+        if turn.done():
+            return False
+        turn.set_result(None)
+        return True
+
+
+class FairTurns:
+    """Of the tenants with waiting requests, the one that has used the loop least is next.
+
+    A few requests begin in one iteration of the loop, which reads new ones in between. Those of a tenant that
+    has used it far more than another one whose request has just begun wait for a moment, or for its end.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = perf_counter) -> None:
+        self._clock_s = clock_s
+        self._uses: OrderedDict[str, _Use] = OrderedDict()
+        self._line, self._left_s, self._is_due = _Line(), ITERATION_S, False
+        # what is being served, and since when
+        self._served: dict[Turn, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        # for the thread
+        self._aside, self._is_busy = _Line(), False
+
+    def turn(self, tenant: str) -> Turn:
+        """That of a new request."""
+        return Turn(self, tenant)
+
+    async def aside(self, tenant: str, run: Callable[..., T], *args: Any) -> T:
+        """Run what would hold the loop on a thread, one at a time: more of them would share its lock."""
+        if self._is_busy:
+            await self._aside.wait(tenant, self.use_of(tenant).rank, on_lost=self._next_aside)
+        self._is_busy = True
+        work = asyncio.ensure_future(asyncio.to_thread(run, *args))
+        work.add_done_callback(self._next_aside)
+        return await asyncio.shield(work)  # a thread cannot be cancelled
+
+    def _next_aside(self, _: object = None) -> None:
+        """The thread is free: it stays taken if another one is called."""
+        self._is_busy = False
+        while self._aside and not self._is_busy:
+            self._is_busy = self._aside.call(self.use_of(self._aside.next_tenant).rank)
+
+    def use_of(self, tenant: str) -> _Use:
+        if (use := self._uses.get(tenant)) is not None:
+            self._uses.move_to_end(tenant)
+            return use
+        use = self._uses[tenant] = _Use()
+        if len(self._uses) > MOST_TENANTS:
+            self._uses.popitem(last=False)
+        return use
+
+    async def begin(self, turn: Turn) -> None:
+        """Wait for it; `end` follows."""
+        use = self.use_of(turn.tenant)
+        if use.rank < self._line.lowest_rank if self._line else self._left_s > 0:
+            self._begin(use)
+        else:
+            await self._line.wait(turn.tenant, use.rank)
+        self._served[turn] = self._clock_s()
+
+    def end(self, turn: Turn, seconds: float) -> None:
+        """The request has ended, and used the loop for so long."""
+        if self._served.pop(turn, None) is not None:
+            self.use_of(turn.tenant).follow(seconds, self._clock_s())
+            if self._line:
+                self._schedule()
+
+    def _begin(self, use: _Use) -> None:
+        self._left_s -= max(use.typical_s, LEAST_S)
+        use.add(use.typical_s, self._clock_s())
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._next_iteration)
+
+    def _next_iteration(self) -> None:
+        self._is_due, self._left_s = False, ITERATION_S
+        while self._line:
+            use = self.use_of(self._line.next_tenant)
+            if self._left_s < ITERATION_S and self._left_s < use.typical_s:
+                return  # another iteration is due
+            if (held_s := self._held_s(use)) > 0:
+                if self._timer is None:
+                    self._timer = asyncio.get_running_loop().call_later(held_s, self._go_on)
+                return
+            if self._line.call(use.rank):
+                self._begin(use)
+
+    def _held_s(self, use: _Use) -> float:
+        """How long requests of lighter tenants, which began just now, hold one of this tenant."""
+        began_s = [
+            since_s
+            for turn, since_s in self._served.items()
+            if use.rank - self.use_of(turn.tenant).rank > FAR_MORE
+        ]
+        return max(began_s, default=-inf) + HELD_S - self._clock_s()
+
+    def _go_on(self) -> None:
+        self._timer = None
+        self._schedule()
+
+
+class Turn:
+    """The turn of one request, once."""
+
+    def __init__(self, turns: FairTurns, tenant: str) -> None:
+        self.tenant = tenant
+        self._turns = turns
+        self._begun = False
+
+    async def begin(self) -> None:
+        """Wait for it."""
+        if not self._begun:
+            self._begun = True
+            await self._turns.begin(self)
+
+    def after_body(self, receive: Receive) -> Receive:
+        """`receive`, where the last part of the request's body comes in turn."""
+
+        async def receive_in_turn() -> Message:
+            message = await receive()
+            if not message.get("more_body", False):
+                await self.begin()
+            return message
+
+        return receive_in_turn
+
+    def timed(self, work: Awaitable[None]) -> _Timed:
+        """The work for the request. Its use of the loop counts as the tenant's."""
+        return _Timed(work, partial(self._turns.end, self))
+
+
+class _Timed:
+    """An awaitable of some work, which tells how long the loop was used for it."""
+
+    def __init__(self, work: Awaitable[None], used: Callable[[float], None]) -> None:
+        """`used` is called at the end, with seconds."""
+        self._steps = work.__await__()
+        self._used = used
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        total_s, step, given = 0.0, self._steps.send, None
+        try:
+            while True:
+                began_s = perf_counter()
+                try:
+                    awaited = step(given)
+                finally:
+                    total_s += perf_counter() - began_s
+                try:
+                    given, step = (yield awaited), self._steps.send
+                except BaseException as error:  # noqa: BLE001 - it goes to the work
+                    given, step = error, self._steps.throw
+        except StopIteration:
+            return
+        finally:
+            del given  # an error, whose traceback has this frame
+            self._used(total_s)

@@ -1,0 +1,145 @@
+"""A shard whose work an event loop does: reads of the journal beside steps, and long results in parts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.engine.api import search_calls
+from undertow.engine.api.engine import Engine
+from undertow.engine.api.views.reports import Reports
+from undertow.engine.base.model import InputError
+from undertow.engine.base.queries import ExplainQuery, ListQuery, SearchQuery
+from undertow.engine.base.results import Report
+from undertow.engine.cluster.shard import api_calls
+from undertow.engine.storage import tail
+from undertow.engine.storage.journal import Journal, JournalError
+from undertow.engine.storage.lance_log import LanceLog
+from undertow.engine.tenants.registry import UnknownTenant
+
+from ...support.cluster.in_process import PARTS, settings
+from ...support.cluster.shard import some
+from .test_drivers import SOON_S, engine_of, opened, threads_of, word
+
+pytestmark = pytest.mark.anyio
+
+
+class HeldReads:
+    """Holds reads of the journal for explanations, once they have begun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        explain = Reports.explain
+
+        def held(reports: Reports, *args: Any, **more: Any) -> Any:
+            self.begun.set()
+            assert self.go.wait(SOON_S)
+            return explain(reports, *args, **more)
+
+        monkeypatch.setattr(Reports, "explain", held)
+
+    async def wait(self) -> None:
+        assert await asyncio.to_thread(self.begun.wait, SOON_S)
+
+
+async def test_a_thread_reads_the_journal_while_the_loop_stores_decides_and_searches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves = threads_of(monkeypatch, Journal, "_move")
+    async with opened(tmp_path, theta_count=1_000) as memories:
+        await memories.add(some("ann", *range(5)))
+        held = HeldReads(monkeypatch)
+        read = asyncio.create_task(memories.call(ExplainQuery("ann")))
+        await held.wait()
+        moves.clear()
+        monkeypatch.setattr(tail, "ROWS_PER_FLUSH", 1)  # a flush is due with each commit
+        async with asyncio.timeout(SOON_S):
+            for n in range(5, 10):  # of the tenant that is being read, too
+                await memories.add([*some("ann", n), *some("bob", n)])
+                assert (await memories.call(word(n))).turns
+                assert (await memories.call(word(n, "bob"))).turns
+            while engine_of(memories).lag.undecided_turns:
+                await asyncio.sleep(0.001)
+        assert not read.done() and moves == [], "nothing moves to Lance while it is being read"
+        held.go.set()
+        assert [record["seq"] for record in await read] == [0, 1, 2, 3, 4], "what was there when it began"
+        records: list[Report] = await memories.call(ExplainQuery("ann"))
+        assert [record["seq"] for record in records] == list(range(10))
+        assert moves, "from then on it does"
+
+
+async def test_a_read_sees_whatever_was_acknowledged_before(tmp_path: Path) -> None:
+    async with opened(tmp_path) as memories:
+        for n in range(20):
+            await memories.add(some("ann", n))
+            records: list[Report] = await memories.call(ExplainQuery("ann"))
+            assert len(records) == n + 1
+
+
+async def test_a_read_of_rows_that_cannot_be_moved_to_lance_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as memories:
+        await memories.add(some("ann", 1))
+
+        def fail(*_: object) -> None:
+            raise OSError("no space left on device")
+
+        with monkeypatch.context() as failing:
+            failing.setattr(LanceLog, "append", fail)
+            with pytest.raises(JournalError, match="no space left"):
+                await memories.call(ExplainQuery("ann"))
+        records: list[Report] = await memories.call(ExplainQuery("ann"))
+        assert len(records) == 1
+        assert (await memories.call(word(1))).turns
+
+
+async def test_a_tenant_whose_first_turn_came_after_a_read_had_begun_is_unknown_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as memories:
+        await memories.add(some("ann", 1))
+        held = HeldReads(monkeypatch)
+        read = asyncio.create_task(memories.call(ExplainQuery("bob")))
+        await held.wait()
+        await memories.add(some("bob", 1))
+        held.go.set()
+        with pytest.raises(UnknownTenant):
+            await read
+
+
+async def test_hits_and_lists_that_come_in_parts_are_those_that_an_engine_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_calls, "HITS_AT_ONCE", 7)
+    monkeypatch.setattr(api_calls, "LISTED_AT_ONCE", 7)
+    many = SearchQuery("ann", "word1", k_sub=50)
+    lists = [ListQuery("ann", limit=limit) for limit in (1, 7, 20, 50, 1_000)]
+    async with opened(tmp_path, theta_count=1_000) as memories:
+        await memories.add(some("ann", *range(50)))
+        found = await memories.call(many)
+        pages = [await memories.call(query) for query in lists]
+        rest = await memories.call(ListQuery("ann", limit=1_000, after=pages[2].after))
+        assert [*pages[2].items, *rest.items] == [*pages[4].items]
+        with pytest.raises(InputError):
+            await memories.call(ListQuery("ann", limit=1_001))
+        begun, counted = 0, engine_of(memories)
+        go_on = type(counted).go_on_searching
+
+        def evicted(engine: Engine, search: Any) -> Any:  # between two parts
+            nonlocal begun
+            begun += 1
+            if begun == 3:
+                engine.tenants.evict("ann")
+            return go_on(engine, search)
+
+        monkeypatch.setattr(Engine, "go_on_searching", evicted)
+        assert await memories.call(many) == found
+        assert begun > 50 // 7 + 1, "it was begun anew"
+    with Engine(tmp_path, settings(theta_count=1_000), PARTS.encoder(settings())) as engine:
+        assert engine.call(many) == found and len(found.turns) == 50
+        assert [engine.call(query) for query in lists] == pages
