@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 # The requests that begin in one iteration of the loop are expected to take so long.
 ITERATION_S = 0.002
+# Requests that are refused in one iteration: each takes half a millisecond from those that are served.
+REFUSED_AT_ONCE = 2
 # What a request takes at least, with what is done before and after its turn.
 LEAST_S = 0.0005
 # A tenant has used far more than another: by this power of two. A request of the lighter one holds its own
@@ -112,12 +114,23 @@ class FairTurns:
         # what is being served, and since when
         self._served: dict[Turn, float] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._refusals: deque[asyncio.Future[None]] = deque()
+        self._refusals_left = REFUSED_AT_ONCE
         # for the thread
         self._aside, self._is_busy = _Line(), False
 
     def turn(self, tenant: str) -> Turn:
         """That of a new request."""
         return Turn(self, tenant)
+
+    async def refusal(self) -> None:
+        """Wait to refuse a request: few are refused in one iteration, which slows down who asks on."""
+        self._schedule()
+        if self._refusals_left:
+            self._refusals_left -= 1
+        else:
+            self._refusals.append(turn := asyncio.get_running_loop().create_future())
+            await turn
 
     async def aside(self, tenant: str, run: Callable[..., T], *args: Any) -> T:
         """Run what would hold the loop on a thread, one at a time: more of them would share its lock."""
@@ -170,7 +183,12 @@ class FairTurns:
             asyncio.get_running_loop().call_soon(self._next_iteration)
 
     def _next_iteration(self) -> None:
-        self._is_due, self._left_s = False, ITERATION_S
+        self._is_due, self._left_s, self._refusals_left = False, ITERATION_S, REFUSED_AT_ONCE
+        while self._refusals and self._refusals_left:
+            self._schedule()
+            if not (turn := self._refusals.popleft()).done():
+                turn.set_result(None)
+                self._refusals_left -= 1
         while self._line:
             use = self.use_of(self._line.next_tenant)
             if self._left_s < ITERATION_S and self._left_s < use.typical_s:

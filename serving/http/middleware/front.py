@@ -87,10 +87,9 @@ class Front:
             else:
                 problem = problem_of(error)
                 scope[SLUG] = problem.slug
-                turn = self._turns.turn(_line_of(scope))
-                if problem.status_code in REFUSED:  # whoever ignores it is slowed down, and nobody else
-                    await turn.begin()
-                await turn.timed(problem.response(scope, receive, answer))
+                if problem.status_code in REFUSED:
+                    await self._turns.refusal()
+                await problem.response(scope, receive, answer)
             # its frames have what has the error: they would live on until the collector stops the loop
             error.__traceback__ = None
 
@@ -106,12 +105,6 @@ class Front:
                     await route.handle(scope, receive, send)
                     return
             await self._app(scope, receive, send)
-
-
-def _line_of(scope: Scope) -> str:
-    """Where a sender's refusals wait: not among the requests of the tenant that it names."""
-    sender = scope.get(PRINCIPAL)
-    return f"\0{sender.key_id if sender else ''}"
 
 
 def undecoded_path(scope: Scope) -> str:
