@@ -284,3 +284,14 @@ async def test_a_request_is_freed_with_its_response_as_the_collector_holds_the_l
                 assert gc.collect() < REPEATS
             finally:
                 gc.enable()
+
+
+def test_a_large_add_without_room_is_refused_before_its_body_is_read(
+    running: Running, client: httpx2.Client
+) -> None:
+    load = running.server._service.load
+    with load.storing("another", "full", load._settings.max_tenant_turns), Wire(running) as wire:
+        wire.head(running.key(), f"Content-Length: {1 << 20}", path=at("full", "/memories"))
+        assert wire.answer().status == 429
+    body = {"messages": said("the boat " * 8_000)}
+    assert client.post(at("full", "/memories"), json=body).status_code == 200
