@@ -58,11 +58,6 @@ class Search:
     hits: list[Hit] = field(default_factory=list)
     read: int = 0
 
-    @property
-    def result(self) -> SearchResult:
-        found = self.ranked
-        return SearchResult(found.episodes, found.facts, tuple(self.hits), found.turn_recall)
-
 
 class SearchCalls(ABC):
     """A part of Engine. It declares what this part and those that extend it need of the engine."""
@@ -117,7 +112,7 @@ class SearchCalls(ABC):
         found, start = search.ranked.turns, search.read
         search.read += HITS_AT_ONCE
         search.hits += turn_hits(tenant, found[start : search.read])
-        return search.result if search.read >= len(found) else None
+        return search.ranked.result(search.hits) if search.read >= len(found) else None
 
     def _ranked_by(self, query: SearchQuery) -> Ranked:
         window = window_of(query.since, query.until)
@@ -130,8 +125,7 @@ class SearchCalls(ABC):
         return self._rank(query.tenant, query.text, tiers, window, Where.of(query.where))
 
     def _whole(self, tenant: str, ranked: Ranked) -> SearchResult:
-        turns = tuple(turn_hits(self._tenant(tenant), ranked.turns))
-        return SearchResult(ranked.episodes, ranked.facts, turns, ranked.turn_recall)
+        return ranked.result(turn_hits(self._tenant(tenant), ranked.turns))
 
     def _rank(
         self, tenant: str, text: str, tiers: Tiers, window: Window = ANY_TIME, where: Where = EVERYWHERE

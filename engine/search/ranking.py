@@ -88,6 +88,10 @@ class Ranked:
     turns: Sequence[tuple[float, int]]
     turn_recall: float
 
+    def result(self, turns: Sequence[Hit]) -> SearchResult:
+        """With the hits of its turns, once they are read."""
+        return SearchResult(self.episodes, self.facts, tuple(turns), self.turn_recall)
+
 
 @dataclass(frozen=True, slots=True)
 class Query:

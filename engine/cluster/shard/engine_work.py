@@ -33,8 +33,6 @@ T = TypeVar("T")
 POLL_S = 0.005
 # so long after a query a step decides for a few milliseconds only, as the next query would wait for it
 SERVING_S = 1.0
-
-
 # commands that wait are repeated for so long in one round
 REPEATED_S = 0.002
 
