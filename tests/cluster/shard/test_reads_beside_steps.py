@@ -143,3 +143,24 @@ async def test_hits_and_lists_that_come_in_parts_are_those_that_an_engine_gives(
     with Engine(tmp_path, settings(theta_count=1_000), PARTS.encoder(settings())) as engine:
         assert engine.call(many) == found and len(found.turns) == 50
         assert [engine.call(query) for query in lists] == pages
+
+
+async def test_a_turn_that_is_deleted_between_two_parts_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_calls, "HITS_AT_ONCE", 7)
+    async with opened(tmp_path, theta_count=1_000) as memories:
+        receipts = await memories.add(some("ann", *range(50)))
+        go_on, calls = Engine.go_on_searching, 0
+
+        def deleted(engine: Engine, search: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                engine.delete(search.hits[0].id)
+            return go_on(engine, search)
+
+        monkeypatch.setattr(Engine, "go_on_searching", deleted)
+        found = await memories.call(SearchQuery("ann", "word1", k_sub=50))
+        gone = {receipt.id for receipt in receipts} - {hit.id for hit in found.turns}
+        assert len(found.turns) == 49 and len(gone) == 1
