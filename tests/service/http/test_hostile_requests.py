@@ -275,7 +275,6 @@ async def test_a_request_is_freed_with_its_response_as_the_collector_holds_the_l
             assert await ask(app, "POST", "/v1/tenants/ann/memories", SAID) == 200
             for _ in range(REPEATS):  # what is made once is made now
                 assert await ask(app, method, f"/v1/tenants/{path}", body) == status
-            await asyncio.sleep(0)
             gc.collect()
             gc.disable()
             try:
@@ -289,6 +288,7 @@ async def test_a_request_is_freed_with_its_response_as_the_collector_holds_the_l
 def test_a_large_add_without_room_is_refused_before_its_body_is_read(
     running: Running, client: httpx2.Client
 ) -> None:
+    assert running.server is not None and running.server._service is not None
     load = running.server._service.load
     with load.storing("another", "full", load._settings.max_tenant_turns), Wire(running) as wire:
         wire.head(running.key(), f"Content-Length: {1 << 20}", path=at("full", "/memories"))
