@@ -82,8 +82,11 @@ class MergeReply(Reply):
 
 
 class FactDraft(Reply):
+    """`turns`: the numbers of the turns that say it, which date it."""
+
     text: str = Field(min_length=1, max_length=FACT_CHARS)
     kind: FactKind
+    turns: list[LineNumber] = Field(max_length=100)
     replaces: LineNumberOrNull
 
 

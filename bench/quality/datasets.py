@@ -6,15 +6,15 @@ The engine's own readers make the turns; the questions and the evidence ids are 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ijson
 
 from undertow.bench.quality import Benchmark
-from undertow.engine.base.model import BadInput, InputError, Message, Turn
+from undertow.engine.base.model import BadInput, InputError, Message, Turn, lines_of
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.readers import detect_format, read
 from undertow.engine.readers.source import Log
@@ -58,12 +58,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One conversation or haystack. `holds[i]`: the ids of the evidence that turn i would be."""
+    """One conversation or haystack. `holds[i]`: the ids of the evidence that turn i would be.
+
+    `observations`: by the id of a message, what people wrote down of it (LoCoMo; else none).
+    """
 
     tenant: str
     turns: tuple[Turn, ...]
     holds: tuple[tuple[str, ...], ...]
     questions: tuple[Question, ...]
+    observations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def messages(self) -> Iterator[tuple[Turn, Message, tuple[str, ...]]]:
         """Every message in order, with its turn and the evidence that it would be."""
@@ -71,6 +75,15 @@ class Sample:
             by_message = len(held) == len(turn.messages)  # else the evidence is the whole session
             for n, message in enumerate(turn.messages):
                 yield turn, message, held[n : n + 1] if by_message else held
+
+    def observed(self) -> dict[str, tuple[str, ...]]:
+        """The observations by the line of their message in a turn's text."""
+        return {
+            line: found
+            for _, message, held in self.messages()
+            for line in lines_of((message,))
+            if (found := tuple(text for piece in held for text in self.observations.get(piece, ())))
+        }
 
 
 def load(path: Path, benchmark: Benchmark, max_message_bytes: int) -> Iterator[Sample]:
@@ -133,7 +146,23 @@ def _locomo(raw: Mapping[str, Any], turns: tuple[Turn, ...]) -> Sample:
     asked = _list(raw, "qa")
     tenant = str(raw["sample_id"])
     questions = tuple(_locomo_question(item, n, tenant) for n, item in enumerate(asked))
-    return Sample(tenant, turns, tuple(holds), questions)
+    return Sample(tenant, turns, tuple(holds), questions, _observations(raw))
+
+
+def _observations(raw: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """By message id; a file may lack them. An observation of several messages belongs to each."""
+    found: dict[str, tuple[str, ...]] = {}
+    for by_speaker in (raw.get("observation") or {}).values():
+        for text, source in (entry for entries in by_speaker.values() for entry in entries):
+            for piece in _parts([source] if isinstance(source, str) else source):
+                found[piece] = (*found.get(piece, ()), text)
+    return found
+
+
+def _parts(entries: Iterable[str]) -> list[str]:
+    """The ids in these texts, each once: some hold several."""
+    ids = (part.strip() for entry in entries for part in _SEPARATOR.split(entry))
+    return list(dict.fromkeys(part for part in ids if part))
 
 
 def _locomo_question(raw: Any, number: int, tenant: str) -> Question:
@@ -142,8 +171,7 @@ def _locomo_question(raw: Any, number: int, tenant: str) -> Question:
     if category not in CATEGORIES:
         known = ", ".join(map(str, CATEGORIES))
         raise _Unfit(f"{where}.category", f"is {category!r:.40}, not one of {known}")
-    ids = (part.strip() for entry in _texts(raw, "evidence", where) for part in _SEPARATOR.split(entry))
-    evidence = tuple(dict.fromkeys(part for part in ids if part))
+    evidence = tuple(_parts(_texts(raw, "evidence", where)))
     name = CATEGORIES[category]
     text = _text(raw, "question", where)
     answer = "" if name == ADVERSARIAL else _answer(raw, where)

@@ -30,7 +30,17 @@ from undertow.engine.llm.client import LLMClient
 from undertow.engine.policies.base import Learns, PromptBudget, Tiers
 from undertow.engine.policies.registry import Policies
 from undertow.engine.search.metadata_index import Where
-from undertow.engine.search.ranking import ANY_TIME, EVERYWHERE, Ranked, Ranker, Window, turn_hits, with_words
+from undertow.engine.search.packing import as_told, packed
+from undertow.engine.search.ranking import (
+    ANY_TIME,
+    EVERYWHERE,
+    Ranked,
+    Ranker,
+    Window,
+    live_turns,
+    turn_hits,
+    with_words,
+)
 from undertow.engine.step.answer_feedback import FeedbackQueue
 from undertow.engine.step.scheduler import Scheduler, StepReport
 from undertow.engine.storage.journal import Journal, Row
@@ -151,10 +161,13 @@ class SearchCalls(ABC):
             )
 
     def recall(self, tenant: str, question: str) -> SearchResult:
-        """The memories that an answer is given: the tiers that the policy wants, see policies.base.Tiers."""
-        tiers = self._tiers_of(tenant)
+        """The memories that an answer is given, see policies.base.Tiers."""
+        of, tiers = self._tenant(tenant), self._policies.answer_tiers(self._policy_shown(tenant))
         found = self._whole(tenant, self._rank(tenant, question, tiers))
-        return with_words(self._tenant(tenant), found, tiers.raw_of_best)
+        if not tiers.tokens:
+            return with_words(of, found, tiers.raw_of_best)
+        is_whole = len(found.turns) == live_turns(of)
+        return packed(as_told(of, found), tiers.tokens, is_whole=is_whole)
 
     def _tiers_of(self, tenant: str) -> Tiers:
         return self._policies.tiers(self._policy_shown(tenant))

@@ -69,6 +69,9 @@ class Settings(BaseSettings):
     # (HiMem) reads notes first, and episodes only if the notes do not suffice. This `hybrid` is the paper's
     # term for notes and episodes; in `search` the word means dense and keyword scores
     answer_mode: AnswerMode = "hybrid"
+    # What an answer is given: the best of all tiers in so many tokens (engine/search/packing.py). 0: the
+    # counts below, whatever their length.
+    answer_tokens: int = Field(default=0, ge=0)
     # Answering: values that are not set come from the policy (its `tiers`; RecMem has 10, 5 and 10, section
     # 3.5), except that k_sem = 2 k_epi if only k_epi is set. 0 disables a tier: k_sub = 0 is "without
     # subconscious memory", k_epi = 0 with k_sem set "without episodic memory" (section 4.3).

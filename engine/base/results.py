@@ -60,7 +60,8 @@ class SearchResult:
     """The hits of each tier, nearest first (ties: the older first).
 
     `turn_recall`: the measured recall of the index that found the turns; 1.0 for an exact search.
-    `quoted`: seqs of turns that were not found themselves, but are quoted by episodes that were.
+    `quoted`: seqs of turns that were not found themselves, but are quoted by episodes that were. `order`: of
+    each tier as an answer is given it.
     """
 
     episodes: tuple[Hit, ...]
@@ -68,6 +69,7 @@ class SearchResult:
     turns: tuple[Hit, ...]
     turn_recall: float = 1.0
     quoted: frozenset[int] = frozenset()
+    order: Literal["relevance", "time"] = "relevance"
 
     def ranked(self, k: int | None = None) -> list[Hit]:
         """All tiers as one list, nearest first."""

@@ -45,14 +45,14 @@ def token_count(settings: Settings, tokenizer: Path | None = None) -> TokenCount
         file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
         return _by_file(file, f"the tokenizer {tokenizer}")
     if settings.encoder.startswith("hash:"):
-        return TokenCount(f"bytes / {BYTES_PER_TOKEN}", _by_bytes)
+        return TokenCount(f"bytes / {BYTES_PER_TOKEN}", by_bytes)
     from undertow.engine.encoders.model_files import model_folder
 
     file = model_folder(settings.encoder) / "tokenizer.json"
     return _by_file(file, f"the encoder's tokenizer ({settings.encoder}), not the LLM's")
 
 
-def _by_bytes(text: str) -> int:
+def by_bytes(text: str) -> int:
     return math.ceil(len(text.encode()) / BYTES_PER_TOKEN)
 
 

@@ -60,8 +60,10 @@ class GuessedReplies:
         return {"same_story": True, "narrative": self._write([old, turn], chars)}
 
     def _refine(self, shown: Shown) -> Fields:
-        texts = self._facts(shown["Turns"], min(self._take("facts"), MOST_REFINED))
-        return {"facts": [{"text": text, "kind": "user_event", "replaces": None} for text in texts]}
+        turns = shown["Turns"]
+        texts = self._facts(turns, min(self._take("facts"), MOST_REFINED))
+        like = {"kind": "user_event", "replaces": None}
+        return {"facts": [{"text": t, "turns": [1 + n % len(turns)], **like} for n, t in enumerate(texts)]}
 
     _direct = _refine
 

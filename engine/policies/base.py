@@ -41,7 +41,8 @@ class Tiers:
     """The default context of an answer: the k best memories of each tier.
 
     `raw_of_best`: for how many of the best episodes their turns are included too. `consolidated`: whether
-    turns that were consolidated into memories are included as turns.
+    turns that were consolidated into memories are included as turns. `tokens`: the budget that the best of
+    all tiers fill; 0: none.
     """
 
     k_sub: int = 10
@@ -49,6 +50,7 @@ class Tiers:
     k_sem: int = 10
     raw_of_best: int = 0
     consolidated: bool = True
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

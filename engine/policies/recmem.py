@@ -103,7 +103,7 @@ class RecMem(Policy):
         """Remake what was derived from a deleted turn from its other turns; delete it if none is left."""
         work = _Consolidation(seq, memory, self._budget, self._ablation)
         shaken = [e for e in memory.current("episode") if turn_seq in e.reach]
-        loose = [f for f in memory.current("fact") if turn_seq in f.source_seqs]
+        loose = [f for f in memory.current("fact") if turn_seq in f.reach]
         reached = {e.id for e in (*shaken, *memory.ended("episode")) if turn_seq in e.reach}
         touched = reached | {f.episode_id for f in loose if f.episode_id is not None}
         facts = [f for f in memory.current("fact") if f in loose or f.episode_id in touched]
@@ -115,11 +115,11 @@ class RecMem(Policy):
         try:
             for episode in [e for e in memory.current("episode") if e.id in touched]:
                 resting = [m for m in facts if m.episode_id == episode.id] + [episode]
-                others = {s for m in resting for s in m.source_seqs if s != turn_seq and memory.exists(s)}
+                others = {s for m in resting for s in _read_for(m) if s != turn_seq and memory.exists(s)}
                 rest |= others
                 yield from work.remake(episode, turn_seq, tuple(others))
-            for sources in dict.fromkeys(f.source_seqs for f in loose if f.episode_id is None):
-                left = tuple(s for s in sources if s != turn_seq and memory.exists(s))
+            for read in dict.fromkeys(f.reach for f in loose if f.episode_id is None):
+                left = tuple(s for s in sorted(read) if s != turn_seq and memory.exists(s))
                 rest.update(left)
                 if left:
                     yield from work.extract(left)
@@ -244,12 +244,14 @@ class _Consolidation(Work):
             for written, its_vector in zip(fresh, vectors, strict=True):
                 number = written.replaces
                 older = known[number - 1].id if number is not None and 1 <= number <= len(known) else None
+                sources = tuple(sorted(named(written.turns, part, otherwise=part)))
                 self.new(
                     "fact",
                     written.text,
                     its_vector,
-                    tuple(sorted(part)),
+                    sources,
                     prompt.version,
+                    shown_seqs=only_shown(part, sources),
                     episode_id=episode_id,
                     fact_kind=written.kind,
                     supersedes=(older,) if older else (),
@@ -258,6 +260,11 @@ class _Consolidation(Work):
     def _rewrite(self, episode: Memory, text: str, sources: tuple[int, ...], version: str) -> Steps:
         (vector,) = yield Embed((text,))
         self.revise(episode, text, vector, sources, version)
+
+
+def _read_for(memory: Memory) -> frozenset[int]:
+    """The turns to read again for a memory: a fact's whole part of a cluster, an episode's sources."""
+    return memory.reach if memory.kind == "fact" else frozenset(memory.source_seqs)
 
 
 def _unsaid(reply: FactsReply, known: Sequence[Memory]) -> list[FactDraft]:

@@ -38,9 +38,18 @@ def policy_of(settings: Settings) -> Policy:
             )
 
 
+# What a budget of tokens is filled from, under every policy: more than fits.
+TO_FILL = Tiers(k_sub=100, k_epi=20, k_sem=100)
+
+
 def tiers_of(settings: Settings) -> Tiers:
-    """The context of an answer: the policy's tiers, overridden by the settings."""
-    return _as_set(policy_of(settings).tiers, settings)
+    """The context of an answer: the policy's tiers, or what fills a budget, overridden by the settings."""
+    return _for_answers(policy_of(settings).tiers, settings)
+
+
+def _for_answers(own: Tiers, settings: Settings) -> Tiers:
+    budget = settings.answer_tokens
+    return _as_set(replace(TO_FILL, tokens=budget) if budget else own, settings)
 
 
 def _as_set(own: Tiers, settings: Settings) -> Tiers:
@@ -78,5 +87,9 @@ class Policies:
         return self._settings if wanted is None else self._settings.under(wanted)
 
     def tiers(self, name: str | None) -> Tiers:
-        """As `tiers_of`, for this policy."""
+        """What a search returns where it names no counts."""
         return _as_set(self.named(name).tiers, self._settings)
+
+    def answer_tiers(self, name: str | None) -> Tiers:
+        """As `tiers_of`, for this policy."""
+        return _for_answers(self.named(name).tiers, self._settings)

@@ -389,7 +389,7 @@ def question_prompt(question: str, found: SearchResult, as_of: str | None, budge
             _shown([hit for hit in tier if hit in kept])
             for tier in (found.episodes, found.facts, found.turns)
         )
-        return answer_prompt(question, episodes, facts, turns, as_of)
+        return answer_prompt(question, episodes, facts, turns, as_of, order=found.order)
 
     ranked = sorted(found.ranked(), key=lambda hit: hit.kind == "turn" and hit.source_seqs[0] in found.quoted)
     prompt = prompt_of(budget.select_fitting(ranked, prompt_of))

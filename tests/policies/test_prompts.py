@@ -219,7 +219,7 @@ def test_a_reply_is_what_its_schema_allows(reply: type[Reply]) -> None:
 
 
 EPISODE = {"text": "Ann hiked.", "turns": [1]}
-FACT = {"text": "Ann hikes.", "kind": "user_event", "replaces": None}
+FACT = {"text": "Ann hikes.", "kind": "user_event", "turns": [1], "replaces": None}
 TRAIT = {"text": "Ann hikes.", "kind": "preference", "turns": [1]}
 CHANGE = {"note": 1, "same_as": None, "text": ""}
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from undertow.engine.base.model import Decision, memory_id
 from undertow.engine.llm.client import BadReply
@@ -27,8 +31,9 @@ def episodes(*drafts: tuple[str, list[int]]) -> EpisodesReply:
     return EpisodesReply(episodes=[EpisodeDraft(text=text, turns=turns) for text, turns in drafts])
 
 
-def facts(*drafts: tuple[str, int | None]) -> FactsReply:
-    return FactsReply(facts=[FactDraft(text=text, kind="user_event", replaces=n) for text, n in drafts])
+def facts(*drafts: tuple[str, int | None], turns: Sequence[int] = ()) -> FactsReply:
+    like: dict[str, Any] = {"kind": "user_event", "turns": list(turns)}
+    return FactsReply(facts=[FactDraft(text=text, replaces=n, **like) for text, n in drafts])
 
 
 def decide(
@@ -181,6 +186,39 @@ def test_an_episode_of_a_forgotten_turn_alone_is_removed_without_asking() -> Non
     done = forget(view_of(8, memories=[told]), 2)
     assert done.deleted() == [told.id]
     assert done.prompts == []
+
+
+# ---- the turns that a fact rests on
+
+
+@pytest.mark.parametrize(
+    ("named", "sources", "beside", "date"),
+    [
+        ([2], (1,), (0, 3), "2026-03-02"),
+        ([3, 1], (0, 3), (1,), "2026-03-04"),
+        ([], (0, 1, 3), (), "2026-03-04"),
+        ([4], (0, 1, 3), (), "2026-03-04"),
+    ],
+)
+def test_a_fact_rests_on_the_turns_that_say_it_and_has_their_date(
+    named: list[int], sources: tuple[int, ...], beside: tuple[int, ...], date: str
+) -> None:
+    reading = GateReading(None, None, (1, 0), (0.9, 0.8), 2)
+    told = facts(("Ann works at the harbour.", None), turns=named)
+    done = drive(
+        RecMem(ROOMY).decide(3, view_of(4)), view_of(4), reading=reading, replies=[episodes(("E.", [])), told]
+    )
+    (fact,) = done.made("fact")
+    assert (fact.source_seqs, fact.shown_seqs, fact.timestamp) == (sources, beside, date)
+
+
+def test_a_fact_whose_prompt_showed_a_forgotten_turn_is_extracted_anew_from_all_the_others() -> None:
+    narrow = stored("fact", "One.", 5, (1,), shown_seqs=(2, 3))
+    view = view_of(8, memories=[narrow])
+    del view.turns[2]
+    done = forget(view, 2, facts(("New.", None), turns=[2]))
+    assert done.deleted() == [narrow.id] and len(lines_under(done.prompts[0], "Turns")) == 2
+    assert [(m.text, m.source_seqs, m.shown_seqs) for m in done.made("fact")] == [("New.", (3,), (1,))]
 
 
 # ---- ablations (section 4.3)

@@ -18,7 +18,7 @@ from undertow.prompts.builders import QUERY_OPERATIONS, REPLIES, prompt_version
 
 # Every setting is in exactly one of SETTINGS, OTHERWISE and RUNNING. SETTINGS: those that shape memories and
 # prompts; the first ones shape the answers only
-_ANSWERING = ("retain_consolidated", "search", "answer_mode", "ivf_rows", "words_rows")
+_ANSWERING = ("retain_consolidated", "search", "answer_mode", "answer_tokens", "ivf_rows", "words_rows")
 _TIERS = tuple(field.name for field in fields(Tiers))
 SETTINGS = (
     *_ANSWERING,

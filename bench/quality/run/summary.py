@@ -16,6 +16,8 @@ from undertow.bench.quality.run.judging import RIGHT, UNJUDGED
 from undertow.engine.base.model import Usage
 
 SUMMARY = "summary.json"
+UNCLEAR = "not distinguishable"
+RESAMPLES = 5_000
 
 Line = Mapping[str, Any]
 
@@ -75,6 +77,20 @@ def over_runs(values: Sequence[Value], repeats: int) -> dict[str, float | None]:
         "spread": round(stdev(told), 4) if len(told) > 1 else None,
         "standard_error": round(stdev(each) / sqrt(len(each)), 4) if len(each) > 1 else None,
     }
+
+
+def difference(values: Sequence[float]) -> dict[str, Any]:
+    """The mean of paired differences, one a question, and the interval that holds it in 95 of 100 cases.
+
+    By bootstrap over questions. `verdict`: "better" or "worse" where the interval excludes zero, else "not
+    distinguishable".
+    """
+    if len(values) < 2:
+        return {"mean": mean(values), "low": None, "high": None, "verdict": UNCLEAR}
+    drawn = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.percentile(np.asarray(values)[drawn].mean(axis=1), (2.5, 97.5)).tolist()
+    verdict = "better" if low > 0 else "worse" if high < 0 else UNCLEAR
+    return {"mean": round(fmean(values), 4), "low": round(low, 4), "high": round(high, 4), "verdict": verdict}
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -13,6 +13,7 @@ from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Usage
 from undertow.engine.base.timestamps import in_words
+from undertow.engine.llm.client import LLMClient
 from undertow.prompts.builders import Order, Prompt, ShownMemory, answer_prompt
 
 OnProgress = Callable[[str, int, int], None]
@@ -24,7 +25,8 @@ class Material:
     """What a system gives the answering prompt; each tuple in the `order` that the prompt tells of.
 
     Ids of evidence, each once, () where it cannot be told: `in_turns` lies in the shown turns themselves,
-    `behind_memories` in the turns that shown episodes and facts rest on, whether those tell of it or not.
+    `behind_memories` in the turns that shown episodes and facts rest on, whether those tell of it or not,
+    `in_memories` in those of them whose memory tells of it (`telling.py`).
     """
 
     episodes: tuple[ShownMemory, ...] = ()
@@ -33,6 +35,7 @@ class Material:
     order: Order = "relevance"
     in_turns: tuple[str, ...] = ()
     behind_memories: tuple[str, ...] = ()
+    in_memories: tuple[str, ...] = ()
 
 
 # yields prompts, each of which is sent its reply or thrown the BadReply; returns the answer and its material
@@ -73,13 +76,15 @@ class Means:
     """What a system is made with.
 
     `settings`: those of the run; `llm_url` is set. `folder`: the system's own, kept between runs; it need not
-    be there yet. `encoder`: the one that all systems share, loaded at the first call.
+    be there yet. `encoder`: the one that all systems share, loaded at the first call. `llm`: in place of the
+    server's, for what is constructed.
     """
 
     benchmark: Benchmark
     settings: Settings
     folder: Path
     encoder: Callable[[], KeptVectors]
+    llm: LLMClient | None = None
 
 
 def shown(items: Sequence[tuple[str | None, str]]) -> tuple[ShownMemory, ...]:

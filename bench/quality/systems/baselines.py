@@ -72,16 +72,21 @@ class NaiveRAG(System):
         return Material(turns=turns, in_turns=each_once([chunk.holds for chunk in best]))
 
 
-def chunked(sample: Sample, chunk_tokens: int) -> Iterator[Chunk]:
-    """Messages up to the budget. None is split: the one that overflows a chunk is still in it."""
+def chunked(sample: Sample, chunk_tokens: int, *, repeat_dates: bool = True) -> Iterator[Chunk]:
+    """Messages up to the budget. None is split: the one that overflows a chunk is still in it.
+
+    Each line has its date; without `repeat_dates` only where it is not that of the line before.
+    """
     lines: list[str] = []
     held: list[tuple[str, ...]] = []
-    date, tokens = None, 0
+    date, tokens, last = None, 0, None
     for turn, message, holds in sample.messages():
         said = message.timestamp or turn.timestamp
         if not lines:
-            date = said
-        lines.append(f"{in_words(said) if said else UNDATED} {message.speaker}: {message.content}")
+            date = last = said
+        dated = f"{in_words(said) if said else UNDATED} " if repeat_dates or said != last else ""
+        lines.append(f"{dated}{message.speaker}: {message.content}")
+        last = said
         held.append(holds)
         tokens += tokens_of(lines[-1])
         if tokens >= chunk_tokens:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
+from undertow.bench.quality.ablations import varied
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.systems.base import Material, Means, OnProgress, Steps, System, each_once, shown
+from undertow.bench.quality.systems.baselines import chunked
+from undertow.bench.quality.systems.telling import Telling
 from undertow.engine.api.engine import WAIT_FOR_REPLY_S, Engine, make_llm
 from undertow.engine.api.ingest_files import obstacles
 from undertow.engine.api.views.stats import store_usage
-from undertow.engine.base.model import Usage
+from undertow.engine.base.model import Message, Turn, UndertowError, Usage
 from undertow.engine.base.results import Hit, SearchResult
+from undertow.engine.base.timestamps import in_words
 from undertow.engine.llm.client import BadReply, ServerRefused
 from undertow.engine.policies.base import PromptBudget
 from undertow.engine.search.answer_modes import Question as Asked
 from undertow.engine.search.answer_modes import answering
 from undertow.prompts.builders import QUERY_OPERATIONS, ShownMemory
+
+# Small enough that some chunks fit into 600 tokens.
+HYBRID_CHUNK_TOKENS = 256
 
 
 class EngineSystem(System):
@@ -28,10 +36,11 @@ class EngineSystem(System):
     def __init__(self, name: str, means: Means) -> None:
         self.name = name
         self._encoder = means.encoder()
-        llm = make_llm(means.settings)
+        llm = means.llm or make_llm(means.settings)
         self._settings = means.settings
         self._engine = Engine(means.folder, means.settings, self._encoder, llm=llm)
         self._holds: dict[str, dict[int, tuple[str, ...]]] = {}
+        self._telling: dict[str, Telling] = {}
 
     def build(self, samples: Sequence[Sample], on_progress: OnProgress) -> None:
         """ServerRefused: the LLM server cannot be used; what was built by then is stored."""
@@ -43,6 +52,7 @@ class EngineSystem(System):
             held = zip(keys, sample.holds, strict=True)
             self._end(sample.tenant)
             self._holds[sample.tenant] = {stored[key]["seq"]: pieces for key, pieces in held}
+            self._telling[sample.tenant] = Telling(sample)
             # a question at a time would leave the encoder's batches nearly empty
             self._encoder.encode([question.text for question in sample.questions])
         self._settle(sum(len(sample.turns) for sample in samples), on_progress)
@@ -68,16 +78,25 @@ class EngineSystem(System):
             )
 
     def material(self, sample: Sample, question: Question) -> Material:
-        return self._given(sample, self._engine.recall(sample.tenant, question.text))
+        return self._given(sample, question, self._engine.recall(sample.tenant, question.text))
 
-    def _given(self, sample: Sample, found: SearchResult) -> Material:
+    def _given(self, sample: Sample, question: Question, found: SearchResult) -> Material:
+        tenant, memories = sample.tenant, (*found.episodes, *found.facts)
         return Material(
             _shown(found.episodes),
             _shown(found.facts),
             _shown(found.turns),
-            in_turns=self._evidence(sample.tenant, found.turns),
-            behind_memories=self._evidence(sample.tenant, (*found.episodes, *found.facts)),
+            order=found.order,
+            in_turns=self._evidence(tenant, found.turns),
+            behind_memories=self._evidence(tenant, memories),
+            in_memories=each_once([self._told(tenant, question, hit) for hit in memories]),
         )
+
+    def _told(self, tenant: str, question: Question, memory: Hit) -> list[str]:
+        """The evidence for the question that a memory rests on and tells of."""
+        text = f"{memory.memory} {memory.timestamp and in_words(memory.timestamp)}"
+        behind = set(question.evidence).intersection(self._evidence(tenant, [memory]))
+        return [piece for piece in sorted(behind) if self._telling[tenant].tells(text, piece, question)]
 
     def _evidence(self, tenant: str, hits: Sequence[Hit]) -> tuple[str, ...]:
         """What the turns hold that these are, or rest on."""
@@ -118,7 +137,40 @@ class BestEffort(EngineSystem):
                     say = asking.send(reply)
         except StopIteration as ended:
             answer, found = ended.value
-            return answer, self._given(sample, found)
+            return answer, self._given(sample, question, found)
+
+
+class WithoutMemories(EngineSystem):
+    """The engine's search over turns alone: what consolidated memories have to surpass at equal tokens.
+
+    Nothing is consolidated. The prompt's tokens are those of `answer_tokens`, as for the whole engine.
+    """
+
+    def __init__(self, name: str, means: Means) -> None:
+        settings = varied(means.settings, llm_url=None, k_epi=0, k_sem=0)
+        if not settings.answer_tokens:
+            raise UndertowError(f"{name} fills a budget of tokens. Set UNDERTOW_ANSWER_TOKENS, such as 1200.")
+        super().__init__(name, replace(means, settings=settings, folder=means.folder / name))
+
+    def _settle(self, turns: int, on_progress: OnProgress) -> None:
+        """Turns are searched as soon as they are stored."""
+
+
+class NaiveRagHybrid(WithoutMemories):
+    """Naive RAG with the engine's own search: small chunks of messages, each stored as a turn."""
+
+    def build(self, samples: Sequence[Sample], on_progress: OnProgress) -> None:
+        super().build([_in_chunks(sample) for sample in samples], on_progress)
+
+
+def _in_chunks(sample: Sample) -> Sample:
+    """The sample with its chunks as turns."""
+    chunks = list(chunked(sample, HYBRID_CHUNK_TOKENS, repeat_dates=False))
+    turns = [
+        Turn(sample.tenant, (Message("user", chunk.text, "log"),), f"chunk {n}", "log", chunk.date)
+        for n, chunk in enumerate(chunks)
+    ]
+    return replace(sample, turns=tuple(turns), holds=tuple(chunk.holds for chunk in chunks))
 
 
 def _shown(hits: Sequence[Hit]) -> tuple[ShownMemory, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import pytest
 from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import load
 from undertow.bench.quality.evidence_recall import Score, score, summary
+from undertow.bench.quality.run.summary import UNCLEAR, difference
+from undertow.bench.quality.systems.registry import SYSTEMS
+from undertow.bench.quality.systems.telling import Telling
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.model import InputError, UndertowError
 from undertow.engine.encoders.base import Float16
 from undertow.engine.encoders.hashing import HashingEncoder
 
 from ...support.cli import Ran, run
-from ...support.eval import conversation, haystack, lines_of, only, question, said, written
+from ...support.eval import conversation, haystack, lines_of, means, only, question, said, talk, written
 
 
 def evaluated(path: Path, out: Path, *options: str, benchmark: str = "locomo") -> Ran:
@@ -224,3 +228,71 @@ def test_no_file_and_a_cut_off_file(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:-20])
     cut = evaluated(path, tmp_path / "out")
     assert cut.code == 3 and "cannot be read" in cut.err
+
+
+def observed(*pairs: tuple[str, str]) -> dict[str, Any]:
+    return {"session_1_observation": {"Ann": [list(pair) for pair in pairs]}}
+
+
+def test_evidence_in_a_budget_of_tokens_beside_turns_alone(tmp_path: Path) -> None:
+    """The message with the answer is too long for the budget; what people observed of it is not."""
+    talked = talk([*["Nice to hear that."] * 8, "Well, " * 200 + "I moved to Lisbon.", "Good."], "Ann", "Ben")
+    asked = [{**question("Where did Ann move, to which town?", 4, "D1:9"), "answer": "Lisbon"}]
+    facts = observed(("Ann moved to Lisbon.", "D1:9"))
+    path = written(tmp_path, conversation(conversation=talked, qa=asked, observation=facts))
+    options = ("--tokens", "120,2000", "--policy", "eager", "--gold-memories")
+    told = evaluated(path, tmp_path / "out", *options).doc
+    by_row = {(row["system"], row["budget"]): row for row in told["systems"]}
+    shares = {row: of["evidence"]["all"] for row, of in by_row.items()}
+    assert shares == {
+        ("turns-only", 120): 0.0,
+        ("turns-only", 2000): 1.0,
+        ("naive-rag-hybrid", 120): 0.0,
+        ("naive-rag-hybrid", 2000): 1.0,
+        ("eager", 120): 1.0,
+        ("eager", 2000): 1.0,
+    }
+    assert by_row["eager", 120]["in_turns"] == 0.0
+    assert by_row["eager", 120]["difference"]["all"]["verdict"] == UNCLEAR, "one question tells nothing"
+    assert told["built"]["eager"]["facts"] == 1
+    lines = lines_of(tmp_path / "out" / "evidence-in-budget.jsonl")
+    assert len(lines) == 6 and lines[0]["prompt_tokens"] < lines[1]["prompt_tokens"]
+
+
+def test_a_memory_tells_of_evidence_by_its_words(tmp_path: Path) -> None:
+    sample = only(written(tmp_path, conversation()))
+    telling, asked = Telling(sample), sample.questions[0]
+    named = replace(asked, answer="the pottery course")
+    assert telling.tells("Ann takes a pottery course", "D1:1", named)
+    assert not telling.tells("Ann signed up for a course", "D1:1", named), "of what is asked a word lacks"
+    dated = replace(asked, answer="8 May 2023")
+    assert telling.tells("Ann signed up on 8 May 2023", "D1:1", dated), "a date is worked out"
+    assert not telling.tells("Ann has a kiln", "D1:1", dated)
+    assert not telling.tells("Ann takes a pottery course", "nowhere", named)
+
+
+def test_differences_are_told_with_their_interval() -> None:
+    assert difference([0.5, 0.4, 0.6, 0.5, 0.5])["verdict"] == "better"
+    assert difference([-0.5, -0.4, -0.6, -0.5, -0.5])["verdict"] == "worse"
+    wide = difference([1.0, -1.0, 1.0, -1.0, 0.5])
+    assert wide["low"] < 0 < wide["high"] and wide["verdict"] == UNCLEAR
+    assert difference([0.2, 0.4] * 50) == difference([0.2, 0.4] * 50), "drawn alike each time"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gold-memories",), "--gold-memories to --tokens"),
+        (("--tokens", "many"), "600,1200,2400"),
+        (("--tokens", "0"), "600,1200,2400"),
+        (("--tokens", "600", "--llm", "http://x"), "--llm has no meaning with --evidence-only"),
+    ],
+)
+def test_wrong_uses_of_a_budget_are_refused(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    refused = evaluated(written(tmp_path, conversation()), tmp_path / "out", *options)
+    assert refused.code == 2 and message in refused.err
+
+
+def test_turns_alone_need_a_budget(tmp_path: Path) -> None:
+    with pytest.raises(UndertowError, match="UNDERTOW_ANSWER_TOKENS"):
+        SYSTEMS["turns-only"](means(tmp_path))

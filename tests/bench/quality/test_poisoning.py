@@ -70,7 +70,7 @@ class TakenOver(MockReplies):
         for n in range(9):
             text, number = self._text(f"{n}{user}", FACT_CHARS), next(numbers)
             self.written[text] = (user, number)
-            facts.append({"text": text, "kind": "dated_update", "replaces": number})
+            facts.append({"text": text, "kind": "dated_update", "turns": [1], "replaces": number})
         return {"facts": facts}
 
     def _text(self, unlike: str, chars: int) -> str:

@@ -190,7 +190,6 @@ class OracleRecMem(Oracle):
     ) -> None:
         reply = self._ask(prompt)
         assert isinstance(reply, FactsReply)
-        sources = tuple(sorted(turns))
         heard = [f.text for f in nearest]
         for told in reply.facts:
             if told.text in heard:
@@ -198,6 +197,8 @@ class OracleRecMem(Oracle):
             heard.append(told.text)
             ordinal = draft.count("fact")
             replaced = told.replaces
+            says = told.turns if told.turns and all(1 <= n <= len(turns) for n in told.turns) else ()
+            sources = tuple(sorted({turns[n - 1] for n in says} or turns))
             links = (nearest[replaced - 1].id,) if replaced and 1 <= replaced <= len(nearest) else ()
             draft.versions.append(
                 OracleMemory(
@@ -211,6 +212,7 @@ class OracleRecMem(Oracle):
                     ordinal=ordinal,
                     timestamp=self._latest(sources),
                     supersedes=links,
+                    shown=tuple(sorted(set(turns) - set(sources))),
                     episode_id=episode_id,
                     fact_kind=told.kind,
                 )

@@ -11,7 +11,7 @@ import typer
 from undertow.bench.quality import Benchmark
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.commands.eval.answers import measure_answers
-from undertow.serving.cli.commands.eval.evidence import measure_evidence
+from undertow.serving.cli.commands.eval.evidence import measure_evidence, measure_in_budget
 from undertow.serving.cli.errors import WrongUsage
 
 if TYPE_CHECKING:
@@ -44,6 +44,22 @@ JudgePrompt = Annotated[
 ]
 EvidenceOnly = Annotated[
     bool, typer.Option("--evidence-only", help="Only how much of the evidence a search finds: no LLM.")
+]
+Tokens = Annotated[
+    str | None,
+    typer.Option(
+        "--tokens",
+        metavar="N,N,...",
+        help="With --evidence-only: the evidence in an answer of so many tokens, beside turns alone "
+        "and naive RAG.",
+    ),
+]
+GoldMemories = Annotated[
+    bool,
+    typer.Option(
+        "--gold-memories",
+        help="With --tokens: LoCoMo's own observations, in place of an LLM's replies, make the memories.",
+    ),
 ]
 Repeats = Annotated[
     int | None,
@@ -88,6 +104,11 @@ _NEEDS_LLM = {
     *("policy", "ablation", "memories_of", "llm", "llm_model", "judge_llm", "judge_model", "judge_prompt"),
     *("repeats", "questions", "profile", "theta_sim", "theta_merge", "theta_count"),
 }
+# what memories are made under, and so what reads those of another run
+_IN_BUDGET = {
+    *("policy", "ablation", "memories_of", "llm_model", "profile"),
+    *("theta_sim", "theta_merge", "theta_count"),
+}
 
 
 def evaluate(
@@ -103,6 +124,8 @@ def evaluate(
     judge_model: JudgeModel = None,
     judge_prompt: JudgePrompt = None,
     evidence_only: EvidenceOnly = False,
+    tokens: Tokens = None,
+    gold_memories: GoldMemories = False,
     repeats: Repeats = None,
     only: Only = None,
     questions: Questions = None,
@@ -116,18 +139,28 @@ def evaluate(
 
     One prompt and one model at temperature 0 answer for all systems. The same command resumes a stopped run.
     With --evidence-only no LLM is used: the share of each question's evidence (messages in LoCoMo, answer
-    sessions in LongMemEval) in the best 5, 10 and 20 turns.
+    sessions in LongMemEval) in the best 5, 10 and 20 turns. With --tokens too, the share that an answer's
+    memories show in so many tokens; memories come with --memories-of or --gold-memories.
     """
     from undertow.bench.quality.run.plan import Plan
 
+    budgets = _budgets(tokens, evidence_only=evidence_only, gold_memories=gold_memories)
     if evidence_only:
-        _refuse_with_evidence(context)
+        _refuse_with_evidence(context, in_budget=bool(budgets))
     name = _known(policy)
     flags = {"llm": "off" if evidence_only else llm, "model": llm_model, "encoder": encoder}
     settings = _settings(name, ablation, **flags, **asdict(thresholds))
     if evidence_only:
         samples = _samples(data, benchmark, settings, only)
         folder = out or Path(f"eval-{benchmark}")
+        if budgets:
+            plan = Plan(
+                *(benchmark, data, tuple(samples), name, settings, None, folder),
+                vectors=vectors,
+                memories_of=memories_of,
+            )
+            measure_in_budget(plan, budgets, gold=gold_memories, as_json=as_json)
+            return
         measure_evidence(benchmark, data, samples, settings, folder, vectors, as_json=as_json)
         return
     if settings.llm_url is None:
@@ -148,9 +181,25 @@ def evaluate(
     measure_answers(plan, as_json=as_json)
 
 
-def _refuse_with_evidence(context: typer.Context) -> None:
+def _budgets(text: str | None, *, evidence_only: bool, gold_memories: bool) -> list[int]:
+    """The budgets that are named. WrongUsage."""
+    if text is None and not gold_memories:
+        return []
+    if text is None or not evidence_only:
+        raise WrongUsage("--tokens belongs to --evidence-only, and --gold-memories to --tokens. Give both.")
+    try:
+        budgets = [int(part) for part in text.split(",")]
+    except ValueError:
+        budgets = []
+    if not budgets or min(budgets) < 1:
+        raise WrongUsage(f"--tokens {text!r:.80}: give numbers of tokens, such as 600,1200,2400.")
+    return budgets
+
+
+def _refuse_with_evidence(context: typer.Context, *, in_budget: bool) -> None:
+    refused = _NEEDS_LLM - _IN_BUDGET if in_budget else _NEEDS_LLM
     for parameter in context.command.params:
-        if parameter.name in _NEEDS_LLM and context.params.get(parameter.name) is not None:
+        if parameter.name in refused and context.params.get(parameter.name) is not None:
             raise WrongUsage(
                 f"{parameter.opts[0]} has no meaning with --evidence-only. Leave one of them out."
             )

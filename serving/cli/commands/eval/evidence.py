@@ -13,6 +13,7 @@ from undertow.serving.cli.output import put_json, put_table, say
 
 if TYPE_CHECKING:
     from undertow.bench.quality.datasets import Sample
+    from undertow.bench.quality.run.plan import Plan
     from undertow.engine.base.config import Settings
 
 
@@ -60,6 +61,41 @@ def measure_evidence(
         summary = write_evidence(retrieve(engine, kept, samples, on_question=show), folder, about)
     kept.save()
     _put(summary | {"elapsed_s": round(time.perf_counter() - began_s, 1)}, folder, as_json=as_json)
+
+
+def measure_in_budget(plan: Plan, budgets: list[int], *, gold: bool, as_json: bool) -> None:
+    """Pack each scored question's memories into the budgets; write what they show and show a summary."""
+    from undertow.bench.quality.evidence_budget import measure
+    from undertow.serving.cli.progress import Bar
+
+    with Bar() as bar:
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.show(f"{what}: {done:,} of {total:,}", done, total)
+
+        summary = measure(plan, budgets, show, gold=gold)
+    if as_json:
+        put_json(summary)
+        return
+    rows = []
+    for of in summary["systems"]:
+        differs = of.get("difference", {}).get("all")
+        rows.append(
+            {
+                **{"system": of["system"], "tokens": of["budget"], "in the prompt": of["prompt_tokens"]},
+                **{"in turns": of["in_turns"], **of["evidence"]},
+                "against turns": "" if differs is None else _told(differs),
+            }
+        )
+    put_table(rows, list(rows[0]), title="Share of the evidence shown, with memories that tell of it")
+    say(f"What was shown for each question: {plan.folder}")
+
+
+def _told(differs: dict[str, Any]) -> str:
+    if differs["low"] is None:
+        return str(differs["verdict"])
+    interval = f"{differs['mean']:+.3f} [{differs['low']:+.3f}, {differs['high']:+.3f}]"
+    return f"{interval} {differs['verdict']}"
 
 
 def _put(summary: dict[str, Any], folder: Path, *, as_json: bool) -> None:
