@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -118,8 +118,13 @@ class Prompt:
     @property
     def size_tokens(self) -> int:
         """An upper estimate of the prompt's tokens: bytes / 3, plus the chat template."""
-        size_bytes = len(self.system.encode()) + len(self.user.encode())
-        return math.ceil(size_bytes / _BYTES_PER_TOKEN) + _OVERHEAD_TOKENS
+        return size_tokens(self.messages)
+
+
+def size_tokens(messages: Sequence[Mapping[str, str]]) -> int:
+    """An upper estimate, see `Prompt.size_tokens`."""
+    size_bytes = sum(len(message["content"].encode()) for message in messages)
+    return math.ceil(size_bytes / _BYTES_PER_TOKEN) + _OVERHEAD_TOKENS
 
 
 def episode_prompt(turns: Sequence[ShownTurn]) -> Prompt:

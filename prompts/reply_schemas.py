@@ -7,6 +7,8 @@ invalid numbers: the whole cluster").
 
 from __future__ import annotations
 
+import json
+import math
 from functools import cache
 from typing import Annotated, Any, Literal, Self
 
@@ -24,6 +26,11 @@ CUE_CHARS = 200
 NARRATIVE_CHARS = EPISODE_CHARS - CUE_CHARS - 1
 # the summary that may replace facts
 FACTS_SUMMARY_CHARS = 3500
+
+_BOUNDS = ("minLength", "maxLength", "minItems", "maxItems", "minimum", "maximum")
+_LITERAL_CHARS = 5  # "false"; a line number or null is shorter
+# a text that may be this long or longer is a narrative
+_NARRATIVE_CHARS = 3000
 
 _LINE_NUMBER = {"type": "integer", "minimum": 1, "maximum": 9999}
 LineNumber = Annotated[int, WithJsonSchema(_LINE_NUMBER)]
@@ -43,6 +50,27 @@ class Reply(BaseModel):
         flat: dict[str, Any] = _flat(schema, schema.get("$defs", {}))
         return flat
 
+    @classmethod
+    @cache
+    def unbounded_schema(cls) -> dict[str, Any]:
+        """`wire_schema` without lengths and bounds, for servers that refuse such keywords."""
+        text = json.dumps(cls.wire_schema())
+        unbounded: dict[str, Any] = json.loads(text, object_hook=_without_bounds)
+        return unbounded
+
+    @classmethod
+    @cache
+    def most_tokens(cls) -> int:
+        """The tokens of the longest JSON that the schema allows, at four characters a token."""
+        return math.ceil(_longest_chars(cls.wire_schema()) / 4)
+
+    def has_full_narrative(self) -> bool:
+        """Whether a long text has the longest length: a server that keeps to the schema has cut it off.
+
+        Short texts, such as topics, may fill their length.
+        """
+        return _fills(self.wire_schema(), self.model_dump())
+
 
 def _flat(node: Any, definitions: dict[str, Any]) -> Any:
     if isinstance(node, list):
@@ -55,6 +83,31 @@ def _flat(node: Any, definitions: dict[str, Any]) -> Any:
     if "properties" in kept:  # its keys are field names, so a field called "title" must stay
         kept["properties"] = {name: _flat(sub, definitions) for name, sub in kept["properties"].items()}
     return {k: v if k == "properties" else _flat(v, definitions) for k, v in kept.items()}
+
+
+def _without_bounds(node: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in node.items() if name not in _BOUNDS}
+
+
+def _longest_chars(node: dict[str, Any]) -> int:
+    match node.get("type"):
+        case "object":
+            return 2 + sum(len(name) + 6 + _longest_chars(of) for name, of in node["properties"].items())
+        case "array":
+            return 2 + int(node["maxItems"]) * (2 + _longest_chars(node["items"]))
+        case "string":
+            return 2 + int(node.get("maxLength", 0) or max(map(len, node["enum"])))
+    return _LITERAL_CHARS
+
+
+def _fills(node: dict[str, Any], value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_fills(node["properties"][name], of) for name, of in value.items())
+    if isinstance(value, list):
+        return any(_fills(node["items"], of) for of in value)
+    most = node.get("maxLength", 0)
+    # a space at the end was stripped
+    return isinstance(value, str) and most >= _NARRATIVE_CHARS and len(value) >= most - 1
 
 
 class EpisodeDraft(Reply):

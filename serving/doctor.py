@@ -213,11 +213,20 @@ def _server(settings: Settings) -> Finding:
     if settings.llm_url is None:
         text = "none is set: turns are stored and searchable, consolidation waits. Give --llm URL"
         return Finding("llm server", False, text)
-    from undertow.engine.llm.client import OpenAILLM
+    from undertow.engine.llm.client import BadReply, OpenAILLM
+    from undertow.prompts.builders import ShownTurn, direct_prompt
 
     try:
         with OpenAILLM(settings) as llm:
             health = llm.healthy()
-    except ValueError as error:
+            if health.ok:  # a first prompt shows what the server refuses of requests
+                prompt = direct_prompt([ShownTurn(1, "2026-01-05", "Ann: I have a sailing boat.")], [])
+                llm.submit(prompt, tenant="doctor").result(settings.llm_timeout_s)
+                health = llm.healthy()
+    except (TimeoutError, BadReply) as error:
+        return Finding(
+            "llm server", False, f"{health.text}. A prompt failed: {str(error) or 'no reply in time'}"
+        )
+    except (UndertowError, ValueError) as error:
         return Finding("llm server", False, str(error), needed=True)
     return Finding("llm server", health.ok, health.text, needed=True)

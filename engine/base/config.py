@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Literal, Self, get_args
 
@@ -34,6 +35,10 @@ _OF_HIMEM: Mapping[str, Any] = {
     "himem_max_notes": None,
     "answer_mode": "hybrid",
 }
+
+
+# The parameters of an LLM request that `llm_extra_body` may not replace.
+_OWN_PARAMETERS = {"model", "messages", "response_format", "stream", "max_tokens", "max_completion_tokens"}
 
 
 class Settings(BaseSettings):
@@ -120,10 +125,15 @@ class Settings(BaseSettings):
     llm_url: str | None = None
     llm_model: str | None = None
     llm_api_key: str = "none"
+    # A JSON object with more parameters for each request, such as {"reasoning_effort": "low"}, or for vLLM
+    # {"chat_template_kwargs": {"enable_thinking": false}}.
+    llm_extra_body: str = "{}"
     llm_in_flight: int = Field(default=64, ge=1)
     llm_timeout_s: float = Field(default=300.0, gt=0)
     llm_patience_s: float = Field(default=60.0, gt=0)
     context_tokens: int = Field(default=8_192, ge=1_024)
+    # The room that prompts leave for a reply. A reply that is cut off at it is asked for again, shorter, and
+    # may then use what else the context has room for, up to the longest reply of its schema.
     reply_tokens: int = Field(default=1_024, ge=64)
     tenant_token_budget: int | None = Field(default=None, ge=0)
 
@@ -131,6 +141,18 @@ class Settings(BaseSettings):
     @classmethod
     def _shares_are_sound(cls, text: str) -> str:
         GpuShares.parse(text)
+        return text
+
+    @field_validator("llm_extra_body")
+    @classmethod
+    def _extra_body_is_sound(cls, text: str) -> str:
+        try:
+            extra = json.loads(text)
+        except ValueError as invalid:
+            raise ValueError(f"UNDERTOW_LLM_EXTRA_BODY is no JSON ({invalid})") from invalid
+        if not isinstance(extra, dict) or not _OWN_PARAMETERS.isdisjoint(extra):
+            own = ", ".join(sorted(_OWN_PARAMETERS))
+            raise ValueError(f"UNDERTOW_LLM_EXTRA_BODY must be a JSON object without {own}")
         return text
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from undertow.engine.llm.replies import OnText
+from undertow.engine.llm.replies import REASONING, REASONING_END, OnText, behind_reasoning
 
 
 def _storable(content: object) -> object:
@@ -65,13 +65,15 @@ class ModelList(BaseModel):
 class ReplyStream:
     """The pieces of one reply. The streamed text equals the reply of `read_reply`.
 
-    So surrounding white space is not streamed: it is held back until more text follows.
+    So neither leading reasoning is streamed nor surrounding white space, which is held back until more text
+    follows.
     """
 
     def __init__(self, on_text: OnText) -> None:
         self._on_text = on_text
         self._told: list[str] = []
         self._space = ""
+        self._undecided = ""
         self._last = ChatChunk()
         self.finish_reason: str | None = None
 
@@ -83,8 +85,18 @@ class ReplyStream:
             self.finish_reason = part.finish_reason or self.finish_reason
             self._tell(part.delta.content or "")
 
+    def _behind_reasoning(self, content: str) -> str:
+        """The reply's beginning, once it is known to be none of a block of reasoning; else empty."""
+        text, self._undecided = behind_reasoning(self._undecided + content), ""
+        begun = text.startswith(REASONING)
+        if not begun and (self.finish_reason or not REASONING.startswith(text)):
+            return text
+        kept = len(REASONING)  # of the reasoning only what may be a part of its end
+        self._undecided = text[:kept] + text[kept:][-len(REASONING_END) + 1 :]
+        return ""
+
     def _tell(self, content: str) -> None:
-        text = self._space + content if self._told else content.lstrip()
+        text = self._space + content if self._told else self._behind_reasoning(content)
         said = text.rstrip()
         self._space = text[len(said) :]
         if said:
@@ -94,7 +106,7 @@ class ReplyStream:
     @property
     def assembled(self) -> ChatCompletion:
         """The whole reply, in the form of a reply without streaming."""
-        message = {"content": "".join(self._told)}
+        message = {"content": "".join(self._told) or self._undecided}
         choices = [{"message": message, "finish_reason": self.finish_reason}]
         usage = self._last.usage and self._last.usage.model_dump()
         return ChatCompletion.model_validate({"choices": choices, "model": self._last.model, "usage": usage})

@@ -7,6 +7,7 @@ the caller cancels.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +19,8 @@ from undertow.prompts.builders import Prompt
 from undertow.prompts.reply_schemas import Reply
 
 SHOWN_ERROR_CHARS = 300
+REASONING, REASONING_END = "<think>", "</think>"
+_REASONING = re.compile(rf"(\s*{REASONING}.*?{REASONING_END})+\s*", re.DOTALL)
 NOTHING = Usage()
 
 OnCall = Callable[[str, str, float, float, Usage, str], None]
@@ -59,6 +62,10 @@ class BrokenOff(UndertowError):
         return str(self.args[0])
 
 
+class CutOff(ValueError):
+    """The reply reached the token limit. Its message is shown to the model for repair."""
+
+
 class Trouble(Exception):
     """A transport failure. The request may be retried after `retry_after_s`."""
 
@@ -83,13 +90,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class ServerReply:
-    """The result of one request. If `reply` is None, `problem` says why."""
+    """The result of one request. If `reply` is None, `problem` says why; `cut_off`: at the token limit."""
 
     content: str
     reply: Reply | str | None
     problem: str
     usage: Usage
     model: str
+    cut_off: bool = False
 
 
 class ServerHealth(NamedTuple):
@@ -98,9 +106,13 @@ class ServerHealth(NamedTuple):
 
 
 def read_reply(prompt: Prompt, content: str, finish_reason: str | None = "stop") -> Reply | str:
-    """The validated reply in `content`. The message of a ValueError is shown to the model for repair."""
-    if finish_reason == "length":
-        raise ValueError("it was cut off at the token limit; be shorter")
+    """The validated reply in `content`. The message of a ValueError is shown to the model for repair.
+
+    CutOff, a ValueError: it has reached the token limit.
+    """
+    content = behind_reasoning(content)
+    if finish_reason == "length" or content.startswith(REASONING):
+        raise CutOff("it was cut off at the token limit; be shorter")
     if finish_reason == "content_filter":
         raise ValueError("a content filter withheld it")
     if not content.strip():
@@ -108,9 +120,18 @@ def read_reply(prompt: Prompt, content: str, finish_reason: str | None = "stop")
     if prompt.reply is None:
         return content.strip()
     try:
-        return prompt.reply.model_validate_json(content)
+        reply = prompt.reply.model_validate_json(content)
     except ValidationError as invalid:
         raise ValueError(in_words(invalid)) from invalid
+    if reply.has_full_narrative():
+        raise ValueError("a text was cut off at the longest allowed; be shorter")
+    return reply
+
+
+def behind_reasoning(content: str) -> str:
+    """`content` without leading `<think>` blocks. One that is not closed stays: no reply follows it."""
+    block = _REASONING.match(content)
+    return content[block.end() :] if block else content.lstrip()
 
 
 def in_words(invalid: ValidationError) -> str:

@@ -82,13 +82,16 @@ class Retries:
         usage = answer.usage
         if answer.reply is None and not job.begun:
             bad_reply = answer.content[:_SHOWN_REPLY_CHARS]
-            answer = await self._ask(job, repair_messages(job.prompt, bad_reply, answer.problem), usage)
+            repair = repair_messages(job.prompt, bad_reply, answer.problem)
+            answer = await self._ask(job, repair, usage, longer=answer.cut_off)
             usage += answer.usage
         if answer.reply is None:
             raise BadReply(answer.problem, usage)
         return Completion(answer.reply, usage, answer.model, time.perf_counter() - job.submitted_s)
 
-    async def _ask(self, job: LLMRequest, messages: list[dict[str, str]], spent: Usage) -> ServerReply:
+    async def _ask(
+        self, job: LLMRequest, messages: list[dict[str, str]], spent: Usage, *, longer: bool = False
+    ) -> ServerReply:
         """One request, retried until a server answers. `spent` is the usage of earlier requests."""
         urgency = (_PRIORITY.get(job.prompt.operation, _LATER_STEP), job.number)
         avoid: Server | None = None
@@ -96,7 +99,7 @@ class Retries:
             try:
                 async with self._servers.hold(urgency, avoid) as server:
                     avoid = server
-                    return await self._traced(job, server, messages)
+                    return await self._traced(job, server, messages, longer)
             except Trouble as trouble:
                 self.last_error = str(trouble)
                 if job.begun:
@@ -119,11 +122,14 @@ class Retries:
         rounds, servers_left = divmod(attempt + 1, len(self._servers))
         return 0.0 if servers_left else max(backoff_s(rounds - 1), trouble.retry_after_s)
 
-    async def _traced(self, job: LLMRequest, server: Server, messages: list[dict[str, str]]) -> ServerReply:
+    async def _traced(
+        self, job: LLMRequest, server: Server, messages: list[dict[str, str]], longer: bool
+    ) -> ServerReply:
         started_s = time.perf_counter()
         outcome, usage = "cancelled", Usage()
         try:
-            answer = await server.complete(job.prompt, messages, job.tell if job.on_text else None)
+            on_text = job.tell if job.on_text else None
+            answer = await server.complete(job.prompt, messages, on_text, longer=longer)
             outcome, usage = ("bad" if answer.reply is None else "ok"), answer.usage
             return answer
         except (Trouble, Rejected, ServerRefused) as failure:

@@ -7,7 +7,9 @@ import email.utils
 import json
 import logging
 import time
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -15,20 +17,23 @@ from pydantic import BaseModel, ValidationError
 
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Usage
+from undertow.engine.llm.dialect import Part, Rejections, refused_part, refuses, request_body
 from undertow.engine.llm.discovery import BY_NAME, NamedActor, NoCluster, NoServer
 from undertow.engine.llm.openai_schema import ChatChunk, ChatCompletion, ModelList, ReplyStream
 from undertow.engine.llm.replies import (
     SHOWN_ERROR_CHARS,
+    CutOff,
     OnText,
     Rejected,
     ServerHealth,
     ServerRefused,
     ServerReply,
     Trouble,
+    behind_reasoning,
     in_words,
     read_reply,
 )
-from undertow.prompts.builders import Prompt
+from undertow.prompts.builders import Prompt, size_tokens
 
 if TYPE_CHECKING:  # imported at the first request: the import takes a second of a shard's restart
     import openai
@@ -77,7 +82,10 @@ class Server:
         self._asked: asyncio.Future[str] | None = None
         self._model = model
         self._agreed = model.name is not None
-        self._reply_tokens = settings.reply_tokens
+        self._reply_tokens, self._context_tokens = settings.reply_tokens, settings.context_tokens
+        self._extra_body: dict[str, Any] = json.loads(settings.llm_extra_body)
+        self._refused: frozenset[Part] = frozenset()
+        self._rejections = Rejections()
         self._api_key, self._timeout_s = settings.llm_api_key, settings.llm_timeout_s
         self._probe_timeout_s = min(_PROBE_TIMEOUT_S, settings.llm_timeout_s)
         self._told_no_usage = False
@@ -126,9 +134,12 @@ class Server:
         return True
 
     async def complete(
-        self, prompt: Prompt, messages: list[dict[str, str]], on_text: OnText | None = None
+        self, prompt: Prompt, messages: list[dict[str, str]], on_text: OnText | None, *, longer: bool
     ) -> ServerReply:
-        """One request, streamed if `on_text` is given. Raises Trouble, Rejected or ServerRefused."""
+        """One request, streamed if `on_text` is given. Raises Trouble, Rejected or ServerRefused.
+
+        `longer`: a reply was cut off, and this one may have more tokens.
+        """
         import openai
 
         await self._found()
@@ -136,17 +147,41 @@ class Server:
             if not self._agreed:
                 self._model.agree(self.url, await self._models())
                 self._agreed = True
-            body = self._body(prompt, messages)
-            completion = await (self._whole(body) if on_text is None else self._streamed(body, on_text))
+            reply_tokens = self._longest(prompt, messages) if longer else self._reply_tokens
+            body_without = partial(request_body, prompt, messages, reply_tokens)
+            completion = await self._accepted(body_without, on_text)
         except openai.APIStatusError as error:
-            raise self._judged(error) from error
+            raise self._blamed(prompt, self._judged(error)) from error
         except openai.APIConnectionError as error:
             raise Trouble(f"{self.url}: {error.message} ({error.__cause__!r})") from error
         except openai.APIError as error:  # reported within a stream
             raise Trouble(f"{self.url}: {error.message}"[:SHOWN_ERROR_CHARS]) from error
         except json.JSONDecodeError as invalid:
             raise self._not_openai("no JSON") from invalid
+        self._rejections.clear()
         return self._answer(prompt, completion)
+
+    async def _accepted(
+        self, body_without: Callable[[frozenset[Part]], dict[str, Any]], on_text: OnText | None
+    ) -> ChatCompletion:
+        """The completion. What the server refuses is left out, of later requests too if that helps."""
+        import openai
+
+        refused = self._refused
+        while True:
+            body = body_without(refused)
+            try:
+                sent = {"model": self._model.name} | body | self._extra_body
+                completion = await (self._whole(sent) if on_text is None else self._streamed(sent, on_text))
+            except openai.APIStatusError as error:
+                part = refused_part(body, error.message, error.param, refused)
+                if part is None or error.status_code not in (400, 422):
+                    raise
+                log.info("%s refuses %s: %s", self.url, part, error.message[:SHOWN_ERROR_CHARS])
+                refused |= {part}
+            else:
+                self._refused |= refused
+                return completion
 
     async def _whole(self, body: dict[str, Any]) -> ChatCompletion:
         # Not chat.completions.create: its inspection of parameter types costs 1 ms a request.
@@ -202,7 +237,8 @@ class Server:
         if not isinstance(found, list):
             return ServerHealth(False, str(found))
         try:
-            return ServerHealth(True, f"{self.url} serves {model.agree(self.url, found)}")
+            refused = f"; it refuses {', '.join(sorted(self._refused))}" if self._refused else ""
+            return ServerHealth(True, f"{self.url} serves {model.agree(self.url, found)}{refused}")
         except ServerRefused as refusal:
             return ServerHealth(False, str(refusal))
 
@@ -225,28 +261,24 @@ class Server:
     def _not_openai(self, why: str) -> ServerRefused:
         return ServerRefused(f"{self.url} does not answer as OpenAI's API does ({why}). {CURE}")
 
-    def _body(self, prompt: Prompt, messages: list[dict[str, str]]) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "model": self._model.name,
-            "messages": messages,
-            "temperature": 0,
-            "seed": 0,
-            "max_tokens": self._reply_tokens,
-        }
-        if prompt.reply is not None:
-            form = {"name": prompt.operation, "schema": prompt.reply.wire_schema(), "strict": True}
-            body["response_format"] = {"type": "json_schema", "json_schema": form}
-        return body
+    def _longest(self, prompt: Prompt, messages: list[dict[str, str]]) -> int:
+        """The tokens of a reply that was cut off: also the most that its schema needs, if there is room.
+
+        The usual ones are added, for reasoning, and for scripts with fewer characters a token.
+        """
+        needed = self._reply_tokens if prompt.reply is None else prompt.reply.most_tokens()
+        room = self._context_tokens - size_tokens(messages)
+        return max(self._reply_tokens, min(self._reply_tokens + needed, room))
 
     def _answer(self, prompt: Prompt, completion: ChatCompletion) -> ServerReply:
         choice = completion.choices[0]
-        content = choice.message.content or ""
-        try:
-            reply, problem = read_reply(prompt, content, choice.finish_reason), ""
-        except ValueError as invalid:
-            reply, problem = None, str(invalid)
+        content = behind_reasoning(choice.message.content or "")
         model = completion.model or str(self._model.name)
-        return ServerReply(content, reply, problem, self._usage(completion), model)
+        told = ServerReply(content, None, "", self._usage(completion), model)
+        try:
+            return replace(told, reply=read_reply(prompt, content, choice.finish_reason))
+        except ValueError as invalid:
+            return replace(told, problem=str(invalid), cut_off=isinstance(invalid, CutOff))
 
     def _usage(self, completion: ChatCompletion) -> Usage:
         used = completion.usage
@@ -263,9 +295,27 @@ class Server:
         if status in (408, 409, 429) or status >= 500:
             return Trouble(f"{self.url}: {text}", _retry_after_s(error.response.headers.get("retry-after")))
         # A server without this model or without schemas would reject every prompt.
-        if status in (400, 413, 422) and (error.param or "").split(".")[0] not in _SETTINGS_PARAMS:
+        if status in (400, 413, 422) and not self._is_of_settings(error):
             return Rejected(text)
-        return ServerRefused(f"{self.url} refuses requests for model {self._model.name}: {text}. {CURE}")
+        return self._refusal(text)
+
+    def _is_of_settings(self, error: openai.APIStatusError) -> bool:
+        """Whether the server rejects what all requests have in common."""
+        if error.code == "model_not_found" or str(error.param).split(".")[0] in _SETTINGS_PARAMS:
+            return True
+        return any(refuses(name, error.message, error.param) for name in self._extra_body)
+
+    def _blamed(self, prompt: Prompt, error: Trouble | Rejected | ServerRefused) -> Exception:
+        """The error, or ServerRefused in place of a rejection that is not due to the prompt."""
+        if isinstance(error, Rejected) and self._rejections.are_systematic(prompt, str(error)):
+            return self._refusal(f"each prompt gets {error}")
+        return error
+
+    def _refusal(self, why: str) -> ServerRefused:
+        extra = f"UNDERTOW_LLM_EXTRA_BODY adds {', '.join(self._extra_body)}. " if self._extra_body else ""
+        return ServerRefused(
+            f"{self.url} refuses requests for model {self._model.name}: {why}. {extra}{CURE}"
+        )
 
     async def _models(self) -> list[str]:
         listed = self._read(ModelList, await self._client.get("/models", cast_to=object))

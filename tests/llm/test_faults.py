@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from undertow.bench.mock.llm import MockReplies
 from undertow.bench.mock.server import MockServer, spawn_server
@@ -355,6 +355,26 @@ def test_a_refusal_surfaces_and_parks_nothing(
         with opened(tmp_path, url, policy=policy, **right) as engine:
             assert engine.drain()
     assert_same_state(end_state(tmp_path), expected(policy))
+
+
+class SpecialisedServer(MockServer):
+    """Knows the model, and rejects every prompt."""
+
+    async def _completion(self, body: bytes) -> Response:
+        return JSONResponse({"error": {"message": "only embeddings are served"}}, 400)
+
+
+def test_a_server_that_rejects_every_prompt_does_not_park_every_job(log: Path, tmp_path: Path) -> None:
+    with served(SpecialisedServer(MockReplies())) as url, opened(tmp_path, url) as engine:
+        add_all(engine, log)
+        assert not engine.drain()
+        assert "only embeddings" in str(engine.scheduler.llm_calls.refused)
+        assert engine.stats()["dead_letters"] <= 2
+    with healthy() as url, opened(tmp_path, url) as engine:
+        assert engine.replay_jobs() <= 2
+        assert engine.drain()
+        figures = engine.stats()
+        assert figures["dead_letters"] == figures["pending_jobs"] == 0 < figures["facts"]
 
 
 # a context that some prompts of the policy need more of, and others less

@@ -24,7 +24,7 @@ SETTINGS = (
     *_ANSWERING,
     *("ablation", "management", "himem_align_notes", "himem_align_episodes", "himem_self_evolution"),
     *("himem_max_notes", "profile", "theta_evoke", "window_messages", "tenant_token_budget"),
-    *("encoder", "embed_timestamp", "llm_model", "context_tokens", "reply_tokens"),
+    *("encoder", "embed_timestamp", "llm_model", "llm_extra_body", "context_tokens", "reply_tokens"),
 )
 # recorded in another form: as the policy's name, the effective thresholds, the tiers of an answer
 OTHERWISE = ("policy", "theta_sim", "theta_merge", "theta_count", "k_sub", "k_epi", "k_sem", "raw_of_best")

@@ -263,7 +263,9 @@ def _judge_settings(
         return None
     # another server's models are others
     named = model or (settings.llm_model if url is None else None)
-    judge = settings.model_copy(update={"llm_url": url or settings.llm_url, "llm_model": named})
+    extra = settings.llm_extra_body if url is None else "{}"
+    of_judge = {"llm_url": url or settings.llm_url, "llm_model": named, "llm_extra_body": extra}
+    judge = settings.model_copy(update=of_judge)
     opt.check_settings(judge)
     return judge
 
