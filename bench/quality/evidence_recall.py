@@ -100,7 +100,7 @@ def retrieve(
     """Search for each scored question, k turns. The engine is empty at first and encodes with `vectors`."""
     for sample in samples:
         scored = [question for question in sample.questions if question.is_scored]
-        vectors.encode([question.text for question in scored])  # one by one would make small batches
+        vectors.encode_queries([question.text for question in scored])  # one by one would make small batches
         place = {receipt.id: n for n, receipt in enumerate(engine.add_batch(sample.turns))}
         for question in scored:
             hits = engine.search(sample.tenant, question.text, k_sub=k, k_epi=0, k_sem=0).turns

@@ -118,7 +118,7 @@ def evidence_behind(samples: Sequence[Sample], settings: Settings, vectors: Kept
             engine.drain()
             holds = dict(zip([receipt.seq for receipt in receipts], sample.holds, strict=True))
             scored = [question for question in sample.questions if question.is_scored]
-            vectors.encode([question.text for question in scored])
+            vectors.encode_queries([question.text for question in scored])
             for question in scored:
                 found = engine.search(sample.tenant, question.text, k_sub=0, k_epi=max(K_EPI), k_sem=0)
                 behind = [episode.source_seqs for episode in found.episodes]

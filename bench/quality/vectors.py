@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from undertow.engine.base.model import UndertowError
-from undertow.engine.encoders.base import Encoder, Fingerprint, Float16
+from undertow.engine.encoders.base import Encoder, Fingerprint, Float16, QueryEncoder
+
+Encode = Callable[[Sequence[str]], Float16]
 
 
 class KeptVectors:
@@ -34,10 +36,18 @@ class KeptVectors:
         return self._encoder.fingerprint
 
     def encode(self, texts: Sequence[str]) -> Float16:
-        keys = [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts]
+        return self._kept(texts, self._encoder.encode)
+
+    def encode_queries(self, texts: Sequence[str]) -> Float16:
+        if not isinstance(self._encoder, QueryEncoder):
+            return self.encode(texts)
+        return self._kept(texts, self._encoder.encode_queries, b"query")
+
+    def _kept(self, texts: Sequence[str], encode: Encode, kind: bytes = b"") -> Float16:
+        keys = [hashlib.blake2b(text.encode(), digest_size=16, person=kind).digest() for text in texts]
         missing = {key: text for key, text in zip(keys, texts, strict=True) if key not in self._vectors}
         if missing:
-            fresh = self._encoder.encode(list(missing.values()))
+            fresh = encode(list(missing.values()))
             self._vectors.update(zip(missing, fresh, strict=True))
             self._is_changed = True
         return np.stack([self._vectors[key] for key in keys]) if keys else np.empty((0, self.dim), np.float16)

@@ -28,6 +28,7 @@ from undertow.engine.base.trace import Trace
 from undertow.engine.encoders.base import Encoder, Fingerprint
 from undertow.engine.encoders.embedding_cache import EmbeddingCache
 from undertow.engine.encoders.encode_ahead import EncodeAhead
+from undertow.engine.encoders.outage import EncoderDown
 from undertow.engine.llm.client import LLMClient, OpenAILLM
 from undertow.engine.policies.base import PromptBudget, Thresholds
 from undertow.engine.policies.registry import Policies
@@ -143,6 +144,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
             queue_turns=s.queue_turns,
             batch_sizer=BatchSizer(s.batch_turns),
             lookahead_turns=s.gate_lookahead_turns,
+            encoder_patience_s=s.llm_patience_s,
             llm_in_flight=s.llm_requests,
             token_budget=s.tenant_token_budget,
             trace=self.trace,
@@ -224,8 +226,8 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
     def add_batch(self, turns: Sequence[Turn]) -> list[Receipt]:
         """Store turns; durable and searchable on return. Decisions follow in later steps.
 
-        Waits for decisions where undecided tenants fill a card's pool. ArenaFull: see `step`; the turns
-        of an earlier step may have been stored.
+        Waits for decisions where undecided tenants fill a card's pool. ArenaFull, EncoderDown: see `step`;
+        the turns of an earlier step may have been stored.
         """
         self.tenants.require_here(turn.tenant for turn in turns)
         tickets = []
@@ -242,7 +244,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
 
         Turns that a card's pool has no room for wait in the queue while tenants at work may still give
         some back. ArenaFull: a batch does not fit though nobody is at work. All that was queued is
-        dropped, nothing else has changed.
+        dropped, nothing else has changed. EncoderDown: the same, after `llm_patience_s` without an encoder.
         """
         self.begin_step(wait_s, storing=storing, brief=brief)
         self.commit_step()
@@ -271,10 +273,10 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """After an error memory may be ahead of the journal, but for ArenaFull: only reopening helps."""
+        """After other errors memory may be ahead of the journal: only reopening helps."""
         try:
             yield
-        except ArenaFull:
+        except (ArenaFull, EncoderDown):
             raise
         except BaseException as error:
             self._failure = error
@@ -288,13 +290,13 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
     def _drain(self, _: q.DrainCommand | None = None, *, until: str | None = None) -> bool:
         """Step until everything, or all of one tenant's log, is decided. False: something is blocked.
 
-        Gives up once the LLM server has been silent for `llm_patience_s`; the jobs stay pending.
+        Gives up once a server has been silent for `llm_patience_s`; the jobs stay pending.
         """
         while not self.idle:
             if until is not None and self.at_rest(until):
                 break
             self.step(WAIT_FOR_REPLY_S)
-            if self.server_lost:
+            if self.is_stalled:
                 return False
         return until not in self.scheduler.blocked if until is not None else not self.scheduler.blocked
 
@@ -322,8 +324,12 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
     @property
     def server_lost(self) -> bool:
         """The LLM server has been silent, with requests waiting, for longer than our patience."""
-        silent_s = self.llm_silent_s
-        return silent_s is not None and silent_s > self.settings.llm_patience_s
+        return (self.llm_silent_s or 0.0) > self.settings.llm_patience_s
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether work waits for an LLM server or an embedding endpoint for longer than our patience."""
+        return self.server_lost or self.scheduler.encoder_lost
 
     @property
     def llm_silent_s(self) -> float | None:

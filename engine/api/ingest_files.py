@@ -84,7 +84,7 @@ class Ingest:
             if self._stopping():
                 return False
             self._on_step(self._engine.step(WAIT_FOR_REPLY_S))
-            if self._engine.server_lost:
+            if self._engine.is_stalled:
                 return False
         return not self._engine.scheduler.blocked
 
@@ -198,4 +198,6 @@ def obstacles(engine: Engine) -> list[str]:
     lines = [f"{count} tenant{'s' * (count > 1)}: {why}" for why, count in blocked.most_common()]
     if engine.server_lost:
         lines.insert(0, f"the LLM server does not answer: {engine.llm_error}")
+    if (down := engine.scheduler.encoder_down) is not None:
+        lines.insert(0, f"the encoder cannot be used: {down}")
     return lines

@@ -146,7 +146,7 @@ class SearchCalls(ABC):
         if len(text) > MAX_QUERY_CHARS:
             raise ValueError(f"the query has {len(text):,} characters. Ask in at most {MAX_QUERY_CHARS:,}.")
         with self.trace.span("encode_query", texts=1):
-            vector = self._texts.encode([tenant], [text])[0]
+            vector = self._texts.encode_query(tenant, text)
         with self.trace.span("rank", asks=1):
             return self.ranker.rank(
                 of,

@@ -92,7 +92,17 @@ class Settings(BaseSettings):
     # keywords (engine/search/keyword_index.py).
     search: Literal["hybrid", "dense"] = "hybrid"
 
+    # A sentence-transformers model's name or folder, openai:MODEL for an endpoint, or hash:DIM.
     encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
+    # What stands before a query, and before a text that is stored. None: what the model's configuration says.
+    query_prompt: str | None = None
+    document_prompt: str | None = None
+    # For openai:MODEL, such as http://127.0.0.1:8000/v1. `llm_patience_s` applies.
+    embedding_url: str | None = None
+    embedding_api_key: str = "none"
+    embedding_batch_texts: int = Field(default=64, ge=1, le=2_048)
+    # A longer text is embedded in parts. The model's maximum of tokens is safe: a token has at least a byte.
+    embedding_window_bytes: int = Field(default=8_000, ge=64, le=1 << 18)
     # The device of encoder, arena and gate. "cuda" fails without a GPU, "auto" uses one if there is one.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # The division of GPU memory; without a GPU it has no effect.

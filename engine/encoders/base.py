@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self, get_type_hints, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, get_type_hints, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +90,29 @@ class Encoder(Protocol):
         ...
 
 
+@runtime_checkable
+class QueryEncoder(Encoder, Protocol):
+    """An encoder that embeds queries otherwise than documents: its model has a prompt for each."""
+
+    def encode_queries(self, texts: Sequence[str]) -> Float16:
+        """As `encode`, for texts to search with; these vectors are not stored."""
+        ...
+
+
+class Prompts(NamedTuple):
+    """What stands before each query, and before each text that is stored. None: as the model says."""
+
+    query: str | None = None
+    document: str | None = None
+
+
+OWN_PROMPTS = Prompts()
+
+
+def with_prompt(prompt: str | None, texts: Sequence[str]) -> Sequence[str]:
+    return [prompt + text for text in texts] if prompt else texts
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """L2-normalised vectors of texts, on the host, and on a device if they were computed there."""
@@ -120,3 +143,8 @@ def unit(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
     lengths = np.sqrt((vectors * vectors).sum(axis=1, keepdims=True))
     scaled: NDArray[np.float64] = vectors / np.where(lengths > 0, lengths, 1.0)
     return scaled
+
+
+def speakable(text: str) -> str:
+    """The text without lone surrogates, which JSON allows and tokenizers reject."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.engine.encoders.base import TEXT_FORMAT, Fingerprint, Float16, unit
+from undertow.engine.encoders.base import (
+    OWN_PROMPTS,
+    TEXT_FORMAT,
+    Fingerprint,
+    Float16,
+    Prompts,
+    speakable,
+    unit,
+    with_prompt,
+)
 from undertow.engine.encoders.model_files import (
     AMX,
     DEFAULT_MODEL,
@@ -26,6 +35,7 @@ from undertow.engine.encoders.model_files import (
     load_model,
     model_digest,
     model_folder,
+    prompts_of,
     single_threaded_pool,
     tokenizer_of,
     working_dtype,
@@ -59,7 +69,7 @@ class WindowEncoder(ABC):
     `window`: the model's maximum tokens, including special ones. `tokenizer_note`: which tokenizer, and why.
     """
 
-    def __init__(self, model: str, dtype: Dtype, device: str) -> None:
+    def __init__(self, model: str, dtype: Dtype, device: str, prompts: Prompts) -> None:
         """Load `model`, a name or a folder. EncoderError: not found, or no sentence-transformers model."""
         folder = model_folder(model)
         self._model = load_model(folder, model).to(device)
@@ -72,7 +82,7 @@ class WindowEncoder(ABC):
         self._additive_mask = form.model_type in TAKES_ADDITIVE_MASK and form._attn_implementation == "sdpa"
         self._takes_types = "token_type_ids" in self._model.tokenizer.model_input_names
         self._pad_id = int(self._model.tokenizer.pad_token_id or 0)
-        self._prefix = self._model.prompts.get(self._model.default_prompt_name or "") or ""
+        self.prompts = prompts_of(folder, self._model, prompts)
         self._filler = np.array(tokenizer.encode("").ids or [self._pad_id], np.int32)
         self._tokens, self.tokenizer_note = make_tokens(tokenizer, self.window, self._filler.tolist())
         self._shapes = self.shapes_up_to(self.window)
@@ -80,7 +90,7 @@ class WindowEncoder(ABC):
         self.dim = self._measure_dim()
         self.fingerprint = Fingerprint(
             model=model,
-            digest=model_digest(folder, TEXT_FORMAT, self.window, self._prefix),
+            digest=model_digest(folder, TEXT_FORMAT, self.window, self.prompts.document or ""),
             dim=self.dim,
             dtype=str(self._dtype).removeprefix("torch."),
             device=device,
@@ -94,6 +104,22 @@ class WindowEncoder(ABC):
     def _measure_dim(self) -> int:
         """The dimension of the vectors, measured by running the model once."""
 
+    @abstractmethod
+    def _encode(self, texts: Sequence[str]) -> Float16:
+        """As `encode`, of texts that have their prompts."""
+
+    def encode(self, texts: Sequence[str]) -> Float16:
+        """Embed texts: float16 [n, dim], L2-normalised, row i of text i; [0, dim] for no texts.
+
+        A text over the window is embedded in consecutive windows; their normalised vectors are averaged
+        and normalised again. Raises EncoderError if the model yields a vector that is not finite.
+        """
+        return self._encode(with_prompt(self.prompts.document, texts))
+
+    def encode_queries(self, texts: Sequence[str]) -> Float16:
+        """As `encode`, with the model's prompt for queries."""
+        return self._encode(with_prompt(self.prompts.query, texts))
+
     def padding_share(self, texts: Sequence[str]) -> float:
         """The share of computed token places for `texts` that is padding or filler; for benchmarks."""
         lengths = self.windows(texts).lengths
@@ -102,8 +128,6 @@ class WindowEncoder(ABC):
 
     def windows(self, texts: Sequence[str]) -> TextWindows:
         """The token ids of the windows of each text."""
-        if self._prefix:
-            return self._tokens([self._prefix + speakable(t) for t in texts])
         # Most texts skip the call, which matters at millions of tokens a second.
         return self._tokens([t if t.isascii() else speakable(t) for t in texts])
 
@@ -192,7 +216,12 @@ class SentenceEncoder(WindowEncoder):
     )
 
     def __init__(
-        self, model: str = DEFAULT_MODEL, *, dtype: Dtype = "auto", threads: int | None = None
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        dtype: Dtype = "auto",
+        threads: int | None = None,
+        prompts: Prompts = OWN_PROMPTS,
     ) -> None:
         """Load `model`, a name or a folder. `dtype` "auto" is bfloat16 where the CPU has `BF16_UNITS`.
 
@@ -205,7 +234,7 @@ class SentenceEncoder(WindowEncoder):
         if threads is not None and threads < 1:
             raise ValueError(f"threads is {threads}; give at least 1")
         self._threads = threads or torch.get_num_threads()
-        super().__init__(model, dtype, "cpu")
+        super().__init__(model, dtype, "cpu", prompts)
         if not cpu_has(AMX):  # the shapes affect the last bits, so fingerprints must differ
             self.fingerprint = replace(self.fingerprint, device=f"cpu in batches of {ROWS} rows")
 
@@ -218,12 +247,7 @@ class SentenceEncoder(WindowEncoder):
         on_amx = cpu_has(AMX)
         return [(width, rows_of(width, on_amx=on_amx)) for width in widths]
 
-    def encode(self, texts: Sequence[str]) -> Float16:
-        """Embed texts: float16 [n, dim], L2-normalised, row i of text i; [0, dim] for no texts.
-
-        A text over the window is embedded in consecutive windows; their normalised vectors are averaged
-        and normalised again. Raises EncoderError if the model yields a vector that is not finite.
-        """
+    def _encode(self, texts: Sequence[str]) -> Float16:
         if not texts:
             return np.zeros((0, self.dim), np.float16)
         windows = self.windows(texts)
@@ -263,8 +287,3 @@ def rows_of(width: int, *, on_amx: bool) -> int:
     if not on_amx:
         return ROWS
     return 16 if width <= 80 else 12 if width <= 128 else 8
-
-
-def speakable(text: str) -> str:
-    """The text without lone surrogates, which JSON allows and tokenizers reject."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from undertow.engine.encoders.base import Encoded, Float16
+from undertow.engine.encoders.base import OWN_PROMPTS, Encoded, Float16, Prompts, with_prompt
 from undertow.engine.encoders.cpu import Batch, Shape, WindowEncoder
 from undertow.engine.encoders.model_files import DEFAULT_MODEL, Dtype, EncoderError
 from undertow.engine.encoders.tokenizer import Int64, TextWindows, Windows, spread
@@ -56,6 +56,7 @@ class CudaSentenceEncoder(WindowEncoder):
         device: str = "cuda",
         graphs: bool = True,
         places: int | None = None,
+        prompts: Prompts = OWN_PROMPTS,
     ) -> None:
         """Load `model`, a name or a folder, in float16 unless `dtype` says otherwise.
 
@@ -80,7 +81,7 @@ class CudaSentenceEncoder(WindowEncoder):
         self._device = torch.device(device)
         self._graphs = GraphSpace() if graphs and device == "cuda" else None
         self._fixed: dict[Shape, FixedShape] = {}
-        super().__init__(model, dtype, device)
+        super().__init__(model, dtype, device, prompts)
         if self._places != self.PLACES:
             where = f"{device} in batches of {self._places} places"
             self.fingerprint = replace(self.fingerprint, device=where)
@@ -104,15 +105,17 @@ class CudaSentenceEncoder(WindowEncoder):
             for shape in self._shapes:
                 self._shape(shape)
 
-    def encode(self, texts: Sequence[str]) -> Float16:
-        """Embed texts: float16 [n, dim], L2-normalised, row i of text i; [0, dim] for no texts."""
-        return self.embed(texts).host
+    def _encode(self, texts: Sequence[str]) -> Float16:
+        return self._embed(texts).host
 
     def embed(self, texts: Sequence[str]) -> Encoded:
         """Embed texts: float16 [n, dim], L2-normalised, on the device and, copied, on the host.
 
-        Long texts as in `SentenceEncoder.encode`. EncoderError: a vector is not finite.
+        Long texts as in `encode`. EncoderError: a vector is not finite.
         """
+        return self._embed(with_prompt(self.prompts.document, texts))
+
+    def _embed(self, texts: Sequence[str]) -> Encoded:
         import torch
 
         if not texts:

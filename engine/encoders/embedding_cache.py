@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from undertow.engine.encoders.base import DeviceEncoder, Encoded, Encoder, Float16
+from undertow.engine.encoders.base import DeviceEncoder, Encoded, Encoder, Float16, QueryEncoder
 from undertow.engine.encoders.tokenizer import Int64
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
+Key = tuple[str, ...]
+"""Tenant and text; a third word for queries."""
 
 
 class EmbeddingCache:
@@ -30,27 +35,40 @@ class EmbeddingCache:
             raise ValueError(f"the cache's capacity is {capacity} texts; give 0 or more")
         self._encoder = encoder
         self._device_encoder = encoder if isinstance(encoder, DeviceEncoder) else None
+        self._query_encoder = encoder if isinstance(encoder, QueryEncoder) else None
         self._capacity = capacity
-        self._vectors: OrderedDict[tuple[str, str], Float16] = OrderedDict()
+        self._vectors: OrderedDict[Key, Float16] = OrderedDict()
         self._lock = threading.Lock()
-        # how long the encoder takes for a single text: a moving average
-        self.text_s = 0.0
+        # how long the encoder takes for a single text: a moving average; any time where a server is asked
+        self.text_s = math.inf if getattr(encoder, "asks_a_server", False) else 0.0
 
     def encode(self, tenants: Sequence[str], texts: Sequence[str]) -> Float16:
         """Embed text i for tenant i: float16 [n, dim]. ValueError if the lengths differ."""
         return self.embed(tenants, texts).host
 
+    def encode_query(self, tenant: str, text: str) -> Float16:
+        """Embed a text to search a tenant with: float16 [dim]."""
+        if self._query_encoder is None:
+            vectors = self.encode([tenant], [text])
+        elif known := self._recall([key := (tenant, text, "query")]):
+            return known[0]
+        else:
+            vectors = self._measured(self._query_encoder.encode_queries, [text])
+            self._remember([key], vectors)
+        vector: Float16 = vectors[0]
+        return vector
+
     def embed(self, tenants: Sequence[str], texts: Sequence[str]) -> Encoded:
         """As `encode`, and on the device too if the encoder leaves vectors there."""
         if len(tenants) != len(texts):
             raise ValueError(f"{len(tenants)} tenants for {len(texts)} texts; give one tenant a text")
-        keys = list(zip(tenants, texts, strict=True))
+        keys: list[Key] = list(zip(tenants, texts, strict=True))
         # A larger call would replace all of the cache, and is hardly in it.
         cached = len(keys) <= self._capacity
         known = self._recall(keys) if cached else {}
         # The first of each unknown text. Dicts and maps, because ingest runs this for every text.
         missing = dict.fromkeys(keys if not known else (k for i, k in enumerate(keys) if i not in known))
-        fresh = self._embed([text for _, text in missing]) if missing else None
+        fresh = self._embed([text for _, text, *_ in missing]) if missing else None
         if fresh is not None:
             if cached:
                 self._remember(list(missing), fresh.host)
@@ -73,7 +91,7 @@ class EmbeddingCache:
             for key in [k for k in self._vectors if k[0] == tenant]:
                 del self._vectors[key]
 
-    def _recall(self, keys: Sequence[tuple[str, str]]) -> dict[int, Float16]:
+    def _recall(self, keys: Sequence[Key]) -> dict[int, Float16]:
         """The cached vectors by position in `keys`."""
         with self._lock:
             known = {i: v for i, v in enumerate(map(self._vectors.get, keys)) if v is not None}
@@ -82,16 +100,18 @@ class EmbeddingCache:
         return known
 
     def _embed(self, texts: Sequence[str]) -> Encoded:
-        began_s = time.perf_counter()
         if self._device_encoder is not None:
-            embedded = self._device_encoder.embed(texts)
-        else:
-            embedded = Encoded(self._encoder.encode(texts))
-        if len(texts) == 1:
+            return self._measured(self._device_encoder.embed, texts)
+        return Encoded(self._measured(self._encoder.encode, texts))
+
+    def _measured(self, embed: Callable[[Sequence[str]], T], texts: Sequence[str]) -> T:
+        began_s = time.perf_counter()
+        embedded = embed(texts)
+        if len(texts) == 1 and math.isfinite(self.text_s):
             self.text_s += 0.1 * (time.perf_counter() - began_s - self.text_s)
         return embedded
 
-    def _remember(self, keys: Sequence[tuple[str, str]], vectors: Float16) -> None:
+    def _remember(self, keys: Sequence[Key], vectors: Float16) -> None:
         newest = max(0, len(keys) - self._capacity)
         with self._lock:
             for key, vector in zip(keys[newest:], vectors[newest:], strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from undertow.engine.encoders.base import Encoder
+from undertow.engine.encoders.base import Encoder, Prompts
 from undertow.kernels.device import resolve
 
 if TYPE_CHECKING:
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def make_encoder(settings: Settings) -> Encoder:
-    """The encoder that `settings.encoder` names: a model's name or folder, or `hash:DIM`.
+    """The encoder that `settings.encoder` names: a model's name or folder, `openai:MODEL` or `hash:DIM`.
 
-    A model runs on `settings.device`. Raises ValueError for a malformed `hash:` name or a device that is
-    not there, EncoderError for a model that cannot be loaded.
+    A model runs on `settings.device`; an endpoint is not asked yet. Raises ValueError for a malformed name,
+    an endpoint without URL or a device that is not there, EncoderError for a model that cannot be loaded.
     """
     kind, _, size = settings.encoder.partition(":")
     if kind == "hash":
@@ -25,10 +25,15 @@ def make_encoder(settings: Settings) -> Encoder:
         from undertow.engine.encoders.hashing import HashingEncoder
 
         return HashingEncoder(int(size))
+    if kind == "openai":
+        from undertow.engine.encoders.endpoint import EndpointEncoder
+
+        return EndpointEncoder(settings)
+    prompts = Prompts(settings.query_prompt, settings.document_prompt)
     if resolve(settings.device) == "cuda":
         from undertow.engine.encoders.cuda import CudaSentenceEncoder
 
-        return CudaSentenceEncoder(settings.encoder)
+        return CudaSentenceEncoder(settings.encoder, prompts=prompts)
     from undertow.engine.encoders.cpu import SentenceEncoder
 
-    return SentenceEncoder(settings.encoder)
+    return SentenceEncoder(settings.encoder, prompts=prompts)

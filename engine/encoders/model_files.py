@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from undertow.engine.base.model import UndertowError
+from undertow.engine.encoders.base import Prompts
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +45,9 @@ _MODEL_FILES = (
 )
 
 
+_PROMPTS_FILE = "config_sentence_transformers.json"
+
+
 class EncoderError(UndertowError):
     """A model cannot be loaded, or yields vectors that are not finite."""
 
@@ -59,7 +64,7 @@ def model_folder(model: str) -> Path:
 
     try:
         with _quiet():
-            return Path(snapshot_download(model, allow_patterns=list(_MODEL_FILES)))
+            return Path(snapshot_download(model, allow_patterns=[*_MODEL_FILES, _PROMPTS_FILE]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise EncoderError(
             f"the encoder {model!r} is neither a folder nor on the model hub or in its cache ({error}). "
@@ -79,6 +84,17 @@ def load_model(folder: Path, model: str) -> SentenceTransformer:
     with _quiet():
         loaded = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
     return loaded.eval()
+
+
+def prompts_of(folder: Path, model: SentenceTransformer, given: Prompts) -> Prompts:
+    """The given prompts, else those of the model's own configuration, else its default prompt or none."""
+    # Read from the file: the loaded model has empty prompts for those that the file does not name.
+    file = folder / _PROMPTS_FILE
+    named = (json.loads(file.read_text()).get("prompts") if file.is_file() else None) or {}
+    usual = model.prompts.get(model.default_prompt_name or "") or ""
+    document = next((named[name] for name in ("document", "passage", "corpus") if name in named), usual)
+    own = Prompts(named.get("query", usual), document)
+    return Prompts(*(mine if mine is not None else other for mine, other in zip(given, own, strict=True)))
 
 
 def tokenizer_of(model: SentenceTransformer) -> tuple[Any, int]:

@@ -44,7 +44,7 @@ def token_count(settings: Settings, tokenizer: Path | None = None) -> TokenCount
     if tokenizer is not None:
         file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
         return _by_file(file, f"the tokenizer {tokenizer}")
-    if settings.encoder.startswith("hash:"):
+    if settings.encoder.startswith(("hash:", "openai:")):
         return TokenCount(f"bytes / {BYTES_PER_TOKEN}", by_bytes)
     from undertow.engine.encoders.model_files import model_folder
 

@@ -87,11 +87,18 @@ def server_addresses(text: str | None) -> tuple[str, ...]:
 def _address(address: str, text: str | None) -> str:
     if re.fullmatch(rf"{BY_NAME}[\w.-]+", address):
         return address
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    if (url := http_url(address)) is None:
         which = f", of which {address!r} is no address" if "," in (text or "") else ""
         raise ValueError(
             f"llm_url is {text!r}{which}; give a server's URL such as http://127.0.0.1:8000/v1, the name of "
             "its actor on Ray such as ray:vllm-0, or several with commas between them"
         )
+    return url
+
+
+def http_url(address: str) -> str | None:
+    """A server's URL with its `/v1`. None: it is no URL."""
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        return None
     return address.rstrip("/") + ("" if parts.path.strip("/") else "/v1")

@@ -46,7 +46,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _PROBE_TIMEOUT_S = 10.0
 _SETTINGS_PARAMS = ("model", "response_format", "temperature", "seed", "stream", "stream_options")
 _CHAT = "/chat/completions"
-_JSON: RequestOptions = {"headers": {"content-type": "application/json"}}
+JSON: RequestOptions = {"headers": {"content-type": "application/json"}}
 CURE = "Check UNDERTOW_LLM_URL, UNDERTOW_LLM_MODEL and UNDERTOW_LLM_API_KEY (`undertow doctor` tests them)"
 
 _Form = TypeVar("_Form", bound=BaseModel)
@@ -185,7 +185,7 @@ class Server:
 
     async def _whole(self, body: dict[str, Any]) -> ChatCompletion:
         # Not chat.completions.create: its inspection of parameter types costs 1 ms a request.
-        completion = await self._client.post(_CHAT, content=orjson.dumps(body), options=_JSON, cast_to=object)
+        completion = await self._client.post(_CHAT, content=orjson.dumps(body), options=JSON, cast_to=object)
         return self._read(ChatCompletion, completion)
 
     async def _streamed(self, body: dict[str, Any], on_text: OnText) -> ChatCompletion:
@@ -196,7 +196,7 @@ class Server:
         async with await self._client.post(
             _CHAT,
             content=orjson.dumps(body),
-            options=_JSON,
+            options=JSON,
             cast_to=object,
             stream=True,
             stream_cls=openai.AsyncStream[object],
@@ -291,9 +291,9 @@ class Server:
         return Usage(1, used.prompt_tokens, cached or 0, used.completion_tokens or 0)
 
     def _judged(self, error: openai.APIStatusError) -> Trouble | Rejected | ServerRefused:
-        status, text = error.status_code, f"HTTP {error.status_code}: {error.message}"[:SHOWN_ERROR_CHARS]
-        if status in (408, 409, 429) or status >= 500:
-            return Trouble(f"{self.url}: {text}", _retry_after_s(error.response.headers.get("retry-after")))
+        if (trouble := passing_trouble(self.url, error)) is not None:
+            return trouble
+        status, text = error.status_code, status_text(error)
         # A server without this model or without schemas would reject every prompt.
         if status in (400, 413, 422) and not self._is_of_settings(error):
             return Rejected(text)
@@ -320,6 +320,18 @@ class Server:
     async def _models(self) -> list[str]:
         listed = self._read(ModelList, await self._client.get("/models", cast_to=object))
         return [model.id for model in listed.data]
+
+
+def passing_trouble(url: str, error: openai.APIStatusError) -> Trouble | None:
+    """The Trouble of a status after which the request may be sent again; None for any other."""
+    status = error.status_code
+    if status not in (408, 409, 429) and status < 500:
+        return None
+    return Trouble(f"{url}: {status_text(error)}", _retry_after_s(error.response.headers.get("retry-after")))
+
+
+def status_text(error: openai.APIStatusError) -> str:
+    return f"HTTP {error.status_code}: {error.message}"[:SHOWN_ERROR_CHARS]
 
 
 def _retry_after_s(header: str | None) -> float:

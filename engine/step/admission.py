@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from undertow.engine.base.model import PackedTurn, Turn, UndertowError, as_embedded
 from undertow.engine.base.results import Receipt
@@ -287,7 +286,7 @@ class Admission:
         self._trace = trace
 
     def admit(self, turns: TurnColumns) -> Admitted:
-        """Store turns in the tenants' logs and in the arena. ArenaFull: nothing changed."""
+        """Store turns in the tenants' logs and in the arena. ArenaFull, EncoderDown: nothing changed."""
         try:
             return self._admit(turns)
         finally:
@@ -297,8 +296,14 @@ class Admission:
         tenants = self._tenants.get_many(list(dict.fromkeys(turns.tenants)))
         new = PlacedTurns.plan(turns, tenants)
         # Everything that can fail comes before any tenant changes: first arena memory, then the encoder.
-        self._reserve(new.segments, tenants)
-        vectors = self._encode(new, turns.vectors)
+        try:
+            self._tenants.reserve(new.segments)
+            vectors = self._encode(new, turns.vectors)
+        except UndertowError:
+            for tenant in tenants:
+                if not tenant.thresholds_from:  # no record yet, so this is a new tenant
+                    self._tenants.remove(tenant.name)
+            raise
         rows: list[Rows] = [row for tenant in tenants for row in self.settle_thresholds(tenant)]
         return self._append(new, vectors, rows, len(turns.tenants))
 
@@ -346,7 +351,7 @@ class Admission:
         """Rows of a turn's deletion (`deletion` is its body) and of the turn that replaces it.
 
         The new turn keeps its own timestamp. When this returns, both are in the tenant's log and in the
-        arena. ArenaFull: nothing changed. The thresholds in force stay: nothing is ingested.
+        arena. ArenaFull, EncoderDown: nothing changed. The thresholds in force stay: nothing is ingested.
         """
         new = PlacedTurns.single(pack_turn(turn), tenant)
         self._tenants.reserve(new.segments)
@@ -356,16 +361,6 @@ class Admission:
         tenant.add_control(control)
         admitted = self._append(new, vectors, [control_row(tenant.name, tenant.key, control)], 1)
         return admitted.rows, admitted.receipt(0, tenant.name)
-
-    def _reserve(self, segments: NDArray[np.int64], tenants: Iterable[Tenant]) -> None:
-        """Reserve arena memory. ArenaFull: new tenants have nothing stored yet, so they are dropped."""
-        try:
-            self._tenants.reserve(segments)
-        except UndertowError:
-            for tenant in tenants:
-                if not tenant.thresholds_from:  # no record yet, so this is a new tenant
-                    self._tenants.remove(tenant.name)
-            raise
 
     def settle_thresholds(self, tenant: Tenant) -> list[Row]:
         """Log the current thresholds if they differ from the tenant's. They apply from the next seq on."""

@@ -18,6 +18,7 @@ import orjson
 from undertow.engine.base.model import Decision, Memory
 from undertow.engine.base.trace import Trace
 from undertow.engine.encoders.encode_ahead import LEAST_AHEAD
+from undertow.engine.encoders.outage import EncoderDown
 from undertow.engine.llm.client import BadReply, Completions, ServerRefused
 from undertow.engine.policies.base import Complete, Effect, PolicyResult, ReadGate
 from undertow.engine.policies.registry import Policies
@@ -77,6 +78,7 @@ class Scheduler(BetweenSteps):
         queue_turns: int,
         batch_sizer: BatchSizer,
         lookahead_turns: int,
+        encoder_patience_s: float,
         llm_in_flight: int,
         token_budget: int | None,
         trace: Trace,
@@ -88,6 +90,7 @@ class Scheduler(BetweenSteps):
         self._deciding_share = DecidingShare()
         self._brief_turns, self._brief_records = BriefWork(QUICK_TURNS), BriefWork(MOST_RECORDS)
         self._lookahead_turns = lookahead_turns
+        self._encoder_patience_s = encoder_patience_s
         self._trace = trace
         self.inbox = Inbox(queue_turns)
         self.decisions = DecisionQueue(partial(begin, policies))
@@ -98,6 +101,9 @@ class Scheduler(BetweenSteps):
         )
         self._redaction = Redaction(journal)
         self._rows: list[Rows] = []
+        # What an endpoint could not embed: of decisions, and why; the queue has the turns.
+        self._unembedded: list[tuple[DecisionRun, Effect]] = []
+        self._encoder_down: EncoderDown | None = None
         # After the arena was full: admission resumes when at most this many tenants are active.
         self._resume_admission_at: int | None = None
         # True within a step once turns are admitted: a tenant may then be in use without being active.
@@ -134,6 +140,17 @@ class Scheduler(BetweenSteps):
         limit = self._resume_admission_at
         return len(self.inbox) > 0 and limit is not None and self.decisions.active_count > limit
 
+    @property
+    def encoder_down(self) -> EncoderDown | None:
+        """Why turns or decisions wait for an embedding endpoint; None: none does."""
+        return self._encoder_down if len(self.inbox) or self._unembedded else None
+
+    @property
+    def encoder_lost(self) -> bool:
+        """Whether they have waited for longer than our patience."""
+        down = self.encoder_down
+        return down is not None and down.silent_s > self._encoder_patience_s
+
     # ---- the step
 
     def step(self, wait_s: float = 0.0, *, storing: bool = False, brief: bool = False) -> StepReport:
@@ -142,6 +159,7 @@ class Scheduler(BetweenSteps):
         `storing`: the caller has more turns to store; decisions take a tenth of the time meanwhile.
         `brief`: the caller has searches to serve; storing and deciding take a few milliseconds.
         ArenaFull: the waiting turns do not fit into the arena though no tenant is active; they are dropped.
+        EncoderDown: the embedding endpoint was down for longer than its patience; they are dropped too.
         JournalError: nothing of this step is stored or acknowledged; the engine must be reopened.
         """
         self.begin_step(wait_s, storing=storing, brief=brief)
@@ -155,8 +173,10 @@ class Scheduler(BetweenSteps):
         if not brief:
             self._encode_next()
         self.deciding = True
-        busy = self._report.stored > 0 or (len(self.inbox) > 0 and not self.admission_paused)
+        paused = self.admission_paused or self.encoder_down is not None
+        busy = self._report.stored > 0 or (len(self.inbox) > 0 and not paused)
         self._resume_replied(0.0 if busy or self.decisions.ready_count else wait_s)
+        self._embed_again()
         if not storing or self.admission_paused or self._deciding_share.is_due:
             report = self._report
             with self._deciding_share.measured(), self._brief_records.measured(lambda: report.decided):
@@ -215,7 +235,14 @@ class Scheduler(BetweenSteps):
             self._resume_admission_at = self.decisions.active_count // 2
             self.inbox.put_back(batch)
             return None
-        self._resume_admission_at = None
+        except EncoderDown as down:
+            self._encoder_down = down
+            self.inbox.put_back(batch)
+            if self.encoder_lost:
+                self._drop_inbox()
+                raise
+            return None
+        self._resume_admission_at = self._encoder_down = None
         self._rows += [*new.rows, *batch.rows]
         self._report.admitted = new.fresh_turns
         self._report.duplicates = turns - new.fresh_turns
@@ -302,8 +329,20 @@ class Scheduler(BetweenSteps):
             for run, effect in pending:
                 if isinstance(effect, Complete):
                     self._enqueue_call(run, effect)
-            read = read_by_kind(self._effects, self._trace, pending)
+            try:
+                read = read_by_kind(self._effects, self._trace, pending)
+            except EncoderDown as down:
+                self._encoder_down = down
+                self._unembedded += [(run, e) for run, e in pending if not isinstance(e, Complete)]
+                return
             pending = [(run, e) for run, value in read if (e := self._next(run, value)) is not None]
+
+    def _embed_again(self) -> None:
+        """Go on with decisions that an endpoint has held up, but for those of tenants that have left."""
+        held, self._unembedded = self._unembedded, []
+        if held:
+            self._encoder_down = None
+        self._run([(run, effect) for run, effect in held if self.decisions.is_running(run)])
 
     def _next(self, run: DecisionRun, value: Any) -> Effect | None:
         """Resume a run. Returns its next effect, or settles its decision."""

@@ -175,7 +175,7 @@ def check_settings(settings: Settings) -> None:
     from undertow.engine.llm.client import OpenAILLM
 
     with wrong_usage():
-        if settings.encoder.startswith("hash:"):
+        if settings.encoder.startswith(("hash:", "openai:")):
             make_encoder(settings)
         if settings.llm_url is not None:
             OpenAILLM(settings).close()

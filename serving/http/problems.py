@@ -23,6 +23,7 @@ from undertow.engine.api.transfer.export import ExportBroken
 from undertow.engine.api.transfer.import_ import ImportCancelled, ImportNeedsAdmin, TenantExists
 from undertow.engine.base.model import BadInput, InputError, NoLLM, UndertowError, UnknownMemory
 from undertow.engine.cluster.routing.errors import ShardDown, ShardGone
+from undertow.engine.encoders.outage import EncoderDown
 from undertow.engine.llm.replies import BadReply, BrokenOff, ServerRefused
 from undertow.engine.readers.record import READ_ON
 from undertow.engine.step.admission import QueueFull
@@ -136,6 +137,7 @@ KINDS: Mapping[type[Exception], _Kind] = {
     ),
     QueueFull: _Kind(429, "queue-full", "Too many turns wait to be stored. Try again in a moment.", 1),
     ArenaFull: _Kind(503, "memory-full", "There is no room in memory for this tenant now. Try again.", 5),
+    EncoderDown: _Kind(503, "encoder", "The embedding endpoint cannot be used now. Try again later.", 5),
     BadReply: _Kind(503, "llm-reply", "The language model gave no usable answer. Ask again, or otherwise."),
     BrokenOff: _Kind(503, "llm-broke-off", "The answer broke off; what came of it is no answer. Ask again."),
     ServerRefused: _Kind(503, "llm", _LLM, 30),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.cluster.wire import pack
 from undertow.engine.encoders.base import Float16
 from undertow.engine.encoders.hashing import HashingEncoder
+from undertow.engine.encoders.outage import EncoderDown
 from undertow.engine.storage.journal import Fenced, Journal
 from undertow.engine.storage.location import StoreError
 from undertow.engine.storage.store_info import StoreLocked, read_info
@@ -63,6 +66,7 @@ LOCKS = """
 import sys
 from undertow.engine.base.config import Settings
 from undertow.engine.encoders.hashing import HashingEncoder
+from undertow.engine.encoders.outage import EncoderDown
 from undertow.engine.api.engine import Engine
 with Engine(sys.argv[1], Settings(encoder="hash:384", device="cpu"), HashingEncoder(384)):
     print("open", flush=True)
@@ -167,6 +171,22 @@ def test_a_panic_costs_one_call_and_nothing_is_lost(store: Path) -> None:
         assert receipt.parked is not None
     with engine_of(store) as engine:
         assert engine.stats()["turns"] == 3
+
+
+def test_an_encoder_that_is_down_fails_calls_and_not_the_engine(store: Path) -> None:
+    encoder = FailingEncoder([], partial(EncoderDown, silent_s=math.inf))
+    with InProcess(store, settings(), EngineParts(encoder=lambda _: encoder, llm=mock_llm)) as router:
+        router.add_batch(some("ann", 1))
+        router.search("ann", "word1")
+        encoder.words = [""]
+        with pytest.raises(EncoderDown, match="no vector"):
+            router.add_batch(some("ann", 2))
+        with pytest.raises(EncoderDown, match="no vector"):
+            router.search("ann", "word2")
+        assert router.search("ann", "word1", k_sub=5).turns, "its vector is known"
+        encoder.words = []
+        assert [receipt.parked for receipt in router.add_batch(some("ann", 2))] == [None]
+        assert router.status()[SINGLE]["reopened"] == 0
 
 
 def test_one_that_was_fenced_off_ends_and_does_not_fight_back(store: Path, opened: InProcess) -> None:

@@ -18,13 +18,17 @@ from undertow.prompts.builders import QUERY_OPERATIONS, REPLIES, prompt_version
 
 # Every setting is in exactly one of SETTINGS, OTHERWISE and RUNNING. SETTINGS: those that shape memories and
 # prompts; the first ones shape the answers only
-_ANSWERING = ("retain_consolidated", "search", "answer_mode", "answer_tokens", "ivf_rows", "words_rows")
+_ANSWERING = (
+    *("retain_consolidated", "search", "answer_mode", "answer_tokens", "ivf_rows", "words_rows"),
+    "query_prompt",
+)
 _TIERS = tuple(field.name for field in fields(Tiers))
 SETTINGS = (
     *_ANSWERING,
     *("ablation", "management", "himem_align_notes", "himem_align_episodes", "himem_self_evolution"),
     *("himem_max_notes", "profile", "theta_evoke", "window_messages", "tenant_token_budget"),
     *("encoder", "embed_timestamp", "llm_model", "llm_extra_body", "context_tokens", "reply_tokens"),
+    *("document_prompt", "embedding_window_bytes"),
 )
 # recorded in another form: as the policy's name, the effective thresholds, the tiers of an answer
 OTHERWISE = ("policy", "theta_sim", "theta_merge", "theta_count", "k_sub", "k_epi", "k_sem", "raw_of_best")
@@ -32,6 +36,7 @@ OTHERWISE = ("policy", "theta_sim", "theta_merge", "theta_count", "k_sub", "k_ep
 RUNNING = (
     *("device", "card_shares", "encode_cache_texts", "durability", "arena_bytes"),
     *("batch_turns", "queue_turns", "gate_lookahead_turns", "max_message_bytes", "max_import_bytes"),
+    *("embedding_url", "embedding_api_key", "embedding_batch_texts"),
     *("llm_url", "llm_api_key", "llm_in_flight", "llm_timeout_s", "llm_patience_s"),
 )
 # names of the inputs, for readers. Files and folders may be renamed: `data_digest` and `memories_id` identify

@@ -59,12 +59,12 @@ class NaiveRAG(System):
             on_progress("chunks embedded", n, len(samples))
             chunks = list(chunked(sample, self._chunk_tokens))
             self._chunks[sample.tenant] = chunks, self._encoder.encode([chunk.text for chunk in chunks])
-            self._encoder.encode([question.text for question in sample.questions])
+            self._encoder.encode_queries([question.text for question in sample.questions])
 
     def material(self, sample: Sample, question: Question) -> Material:
         """The nearest chunks; of equal ones the earlier first."""
         chunks, vectors = self._chunks[sample.tenant]
-        asked = self._encoder.encode([question.text])[0]
+        asked = self._encoder.encode_queries([question.text])[0]
         # in fp64 such sums are exact, whatever order they are made in
         scores = vectors.astype(np.float64) @ asked.astype(np.float64)
         best = [chunks[i] for i in np.argsort(-scores, kind="stable")[: self._top]]

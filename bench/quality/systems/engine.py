@@ -54,7 +54,7 @@ class EngineSystem(System):
             self._holds[sample.tenant] = {stored[key]["seq"]: pieces for key, pieces in held}
             self._telling[sample.tenant] = Telling(sample)
             # a question at a time would leave the encoder's batches nearly empty
-            self._encoder.encode([question.text for question in sample.questions])
+            self._encoder.encode_queries([question.text for question in sample.questions])
         self._settle(sum(len(sample.turns) for sample in samples), on_progress)
 
     def _end(self, tenant: str) -> None:
@@ -69,7 +69,7 @@ class EngineSystem(System):
         while not engine.idle:
             engine.step(WAIT_FOR_REPLY_S)
             on_progress("turns decided", turns - engine.lag.undecided_turns, turns)
-            if engine.server_lost:
+            if engine.is_stalled:
                 break
         if reasons := obstacles(engine):
             raise ServerRefused(

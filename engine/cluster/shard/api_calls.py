@@ -259,7 +259,7 @@ class ApiCalls:
             engine.tenants.require(tenant)
             if engine.at_rest(tenant):
                 return tenant not in engine.scheduler.blocked
-            return False if engine.server_lost else None
+            return False if engine.is_stalled else None
 
         return self._ask(
             flushed,
@@ -269,7 +269,7 @@ class ApiCalls:
 
     def _drain(self, _: DrainCommand) -> Future[bool]:
         def drained(engine: Engine) -> bool | None:
-            if engine.server_lost:
+            if engine.is_stalled:
                 return False
             return not engine.scheduler.blocked if engine.idle and not self._work.calls else None
 

@@ -24,6 +24,7 @@ from undertow.engine.cluster.shard_map import Removed, ShardMap
 from undertow.engine.cluster.wire import Status
 from undertow.engine.encoders.base import Encoder
 from undertow.engine.encoders.factory import make_encoder
+from undertow.engine.encoders.outage import EncoderDown
 from undertow.engine.llm.client import LLMClient
 from undertow.engine.step.admission import Ticket
 from undertow.engine.step.batch_size import MOST_TURNS
@@ -252,7 +253,7 @@ class ShardSupervisor:
         Returns an error that no turn is to blame for, or one of quarantine; then some turns may be neither
         stored nor parked.
         """
-        if isinstance(error, ArenaFull):  # the engine is sound, and has dropped them
+        if isinstance(error, ArenaFull | EncoderDown):  # the engine is sound, and has dropped them
             return error
         self._discard(error)
         if _is_environment(error):
@@ -303,7 +304,7 @@ class ShardSupervisor:
             except TenantFault as fault:
                 self._discard(fault)  # retry with the tenant blocked
             except Exception as error:  # noqa: BLE001 - any error is what this looks for
-                if not isinstance(error, ArenaFull):
+                if not isinstance(error, ArenaFull | EncoderDown):
                     self._discard(error)
                 return error
 

@@ -59,6 +59,29 @@ def test_cache_of_no_capacity_dedupes_within_a_call_only() -> None:
         cache.encode(["t"], ["one", "two"])
 
 
+class _WithQueries(_Counting):
+    """Queries have other vectors."""
+
+    def encode_queries(self, texts: Sequence[str]) -> Float16:
+        return -self.encode([f"query: {text}" for text in texts])
+
+
+def test_a_query_and_a_document_are_kept_apart() -> None:
+    counting = _WithQueries()
+    cache = EmbeddingCache(counting, 10)
+    for _ in range(2):
+        document, query = cache.encode(["t"], ["x"])[0], cache.encode_query("t", "x")
+        assert np.array_equal(document, HashingEncoder(32).encode(["x"])[0])
+        assert np.array_equal(query, -HashingEncoder(32).encode(["query: x"])[0])
+    assert counting.asked == [["x"], ["query: x"]]
+    cache.forget("t")
+    cache.encode_query("t", "x")
+    assert counting.asked[2:] == [["query: x"]]
+    plain = EmbeddingCache(alike := _Counting(), 10)
+    assert np.array_equal(plain.encode_query("t", "x"), plain.encode(["t"], ["x"])[0])
+    assert alike.asked == [["x"]], "one vector serves both"
+
+
 class _OnDevice(_Counting):
     """Leaves its vectors as a tensor too."""
 

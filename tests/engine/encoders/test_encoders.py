@@ -24,7 +24,7 @@ from sentence_transformers import SentenceTransformer
 
 from undertow.engine.base.config import Settings
 from undertow.engine.encoders import cpu as sentence_encoder
-from undertow.engine.encoders.base import Fingerprint, Float16
+from undertow.engine.encoders.base import OWN_PROMPTS, TEXT_FORMAT, Fingerprint, Float16, Prompts
 from undertow.engine.encoders.cpu import SentenceEncoder
 from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.encoders.hashing import HashingEncoder
@@ -32,6 +32,7 @@ from undertow.engine.encoders.model_files import (
     DEFAULT_MODEL,
     Dtype,
     EncoderError,
+    model_digest,
     model_folder,
     single_threaded_pool,
     working_dtype,
@@ -237,6 +238,30 @@ def test_importing_loads_no_torch() -> None:
     module = "undertow.engine.encoders.factory"
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_queries_and_documents_have_the_prompts_of_the_model(tmp_path: Path, fp32: SentenceEncoder) -> None:
+    plain = fp32.fingerprint
+    assert np.array_equal(fp32.encode_queries(TEXTS[:3]), fp32.encode(TEXTS[:3])), "MiniLM has none"
+    assert plain.digest == model_digest(model_folder(DEFAULT_MODEL), TEXT_FORMAT, fp32.window, "")
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder(DEFAULT_MODEL), folder)
+    configuration = folder / "config_sentence_transformers.json"
+
+    def prompted(own: dict[str, Any], given: Prompts = OWN_PROMPTS) -> SentenceEncoder:
+        configuration.write_text(json.dumps(own))
+        return SentenceEncoder(str(folder), dtype="float32", threads=1, prompts=given)
+
+    e5 = prompted({"prompts": {"query": "query: ", "passage": "passage: "}, "default_prompt_name": "query"})
+    assert np.array_equal(e5.encode(["a lake"]), fp32.encode(["passage: a lake"]))
+    assert np.array_equal(e5.encode_queries(["a lake"]), fp32.encode(["query: a lake"]))
+    assert plain.mismatch(e5.fingerprint)
+    qwen = prompted({"prompts": {"query": "Query:", "document": ""}, "default_prompt_name": None})
+    assert qwen.prompts == ("Query:", "")
+    assert plain.mismatch(qwen.fingerprint) is None, "what is stored is the same"
+    assert prompted({}, Prompts("ask: ", None)).prompts == ("ask: ", "")
+    usual = prompted({"prompts": {"all": "all: "}, "default_prompt_name": "all"})
+    assert usual.prompts == ("all: ", "all: ")
 
 
 def test_digest_follows_the_model(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from undertow.bench.machine import LOCOMO
-from undertow.engine.encoders.cpu import speakable
+from undertow.engine.encoders.base import speakable
 from undertow.engine.encoders.model_files import DEFAULT_MODEL, model_folder
 from undertow.engine.encoders.tokenizer import (
     HuggingFaceTokens,
