@@ -28,7 +28,7 @@ UNDATED = "undated"
 _LOADER = FileSystemLoader(sorted((Path(__file__).parent / "templates").iterdir()))
 # how an answering prompt sorts its memories
 Order = Literal["relevance", "time"]
-RecMemOperation = Literal["episode", "merge", "refine", "direct"]
+RecMemOperation = Literal["episode", "merge", "refine", "direct", "salient"]
 EagerOperation = Literal["extract", "reconcile"]
 NemoriOperation = Literal[
     "partition",
@@ -52,6 +52,7 @@ REPLIES: dict[Operation, type[Reply] | None] = {
     "merge": replies.MergeReply,
     "refine": replies.FactsReply,
     "direct": replies.FactsReply,
+    "salient": replies.SalientReply,
     "extract": replies.ExtractReply,
     "reconcile": replies.ReconcileReply,
     "partition": replies.PartitionReply,
@@ -145,6 +146,11 @@ def refine_prompt(episode: ShownMemory, turns: Sequence[ShownTurn], facts: Seque
 def direct_prompt(turns: Sequence[ShownTurn], facts: Sequence[ShownMemory]) -> Prompt:
     """Ask for facts of `turns` without an episode as reference (RecMem, section 4.3: an ablation)."""
     return _prompt("direct", turns=turns, facts=facts)
+
+
+def salient_prompt(turns: Sequence[ShownTurn], facts: Sequence[ShownMemory]) -> Prompt:
+    """Ask for facts of `turns` that each say much, though their topics may never come back."""
+    return _prompt("salient", turns=turns, facts=facts)
 
 
 def extract_prompt(recent: Sequence[ShownTurn], turn: ShownTurn) -> Prompt:

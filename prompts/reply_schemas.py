@@ -149,6 +149,12 @@ class FactsReply(Reply):
     facts: list[FactDraft] = Field(max_length=9)
 
 
+class SalientReply(Reply):
+    """Reply to `salient`: facts of turns that do not share a topic, about two for each."""
+
+    facts: list[FactDraft] = Field(max_length=16)
+
+
 class ExtractDraft(Reply):
     text: str = Field(min_length=1, max_length=FACT_CHARS)
 

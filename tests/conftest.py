@@ -22,6 +22,11 @@ else:  # no test depends on the machine's speed
     settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("untimed")
 
+# The tests state the calls and counts of the papers, in processes that they start too. What else RecMem does
+# by default has tests of its own.
+for name in ("SALIENCE_TURNS", "QUIET_SHARE", "ANSWER_TOKENS"):
+    os.environ.setdefault(f"UNDERTOW_{name}", "0")
+
 S3_BUCKETS = ("memories", "whole", "bulk-logs", "readers-logs")
 
 
@@ -35,11 +40,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 SLOW_TO_START = ("tiny_vllm", "ray_address")
+LONGEST_FILES = (
+    *("test_contract.py", "test_ray_cluster.py", "test_process_cluster.py", "test_isolation.py"),
+    *("test_resharding.py", "test_kill.py", "test_equivalence.py", "test_cluster.py", "test_serve.py"),
+    *("test_serve_workers.py", "test_serve_on_ray.py", "test_log_simulation.py", "test_policy_change.py"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: with two workers, the short ones fill what is left."""
-    items.sort(key=lambda item: not any(name in getattr(item, "fixturenames", ()) for name in SLOW_TO_START))
+    """The longest files first: the short ones fill what is left of each worker's time."""
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        starts_slowly = any(name in getattr(item, "fixturenames", ()) for name in SLOW_TO_START)
+        names = (*LONGEST_FILES, item.path.name)
+        return not starts_slowly, names.index(item.path.name)
+
+    items.sort(key=place)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

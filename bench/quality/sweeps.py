@@ -19,7 +19,7 @@ from typing import Any
 from undertow.bench.mock.llm import MockLLM
 from undertow.bench.quality.ablations import varied
 from undertow.bench.quality.datasets import Sample
-from undertow.bench.quality.evidence_recall import recall_at, retrieve
+from undertow.bench.quality.evidence.recall import recall_at, retrieve
 from undertow.bench.quality.systems.base import each_once
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.api.engine import Engine

@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from undertow.engine.base.gpu_shares import GpuShares
 from undertow.engine.base.model import AnswerMode, PolicyName
 
-Profile = Literal["companion", "assistant"]
+Profile = Literal["companion", "assistant", "paper"]
 # RecMem, section 4.3, and NEMORI, section 4.4: facts of the raw turns without episodes; episodes without
 # facts; a window of messages as one episode, without partitioning.
 Ablation = Literal["direct-extraction", "without-facts", "fixed-chunks"]
@@ -25,8 +25,10 @@ ABLATIONS: Mapping[str, tuple[PolicyName, ...]] = {
 # How NEMORI manages facts (section 3.3.3 and appendix A).
 ManagementName = Literal["native", "append", "summary"]
 
+ANSWER_TOKENS = 800
+
 # theta (sim and merge), theta_count: RecMem, sections 3.6 and 4.1.
-PROFILES: dict[str, tuple[float, int]] = {"companion": (0.7, 5), "assistant": (0.6, 4)}
+PROFILES: dict[str, tuple[float, int]] = {"companion": (0.7, 5), "assistant": (0.6, 4), "paper": (0.7, 5)}
 # The settings that apply to HiMem alone, with their defaults, which they must have under other policies.
 _OF_HIMEM: Mapping[str, Any] = {
     "himem_align_notes": True,
@@ -57,6 +59,13 @@ class Settings(BaseSettings):
     theta_merge: float | None = Field(default=None, ge=-1.0, le=1.0)
     theta_count: int | None = Field(default=None, ge=1, le=1000)
 
+    # RecMem: of each so many turns in a row the LLM reads those that say most for their length, once
+    # (engine/policies/salience.py); 0: none. A tenant's quota of tokens a day for it. Turns that say less
+    # than this share of those before them neither fire nor count. The profile "paper" has none of the three.
+    salience_turns: int = Field(default=16, ge=0, le=100)
+    salience_day_tokens: int = Field(default=20_000, ge=0)
+    quiet_share: float = Field(default=0.7, ge=0.0, lt=1.0)
+
     # NEMORI, section 4.1: w, tau
     window_messages: int = Field(default=20, ge=1, le=200)
     theta_evoke: float = Field(default=0.70, ge=-1.0, le=1.0)
@@ -75,8 +84,8 @@ class Settings(BaseSettings):
     # term for notes and episodes; in `search` the word means dense and keyword scores
     answer_mode: AnswerMode = "hybrid"
     # What an answer is given: the best of all tiers in so many tokens (engine/search/packing.py). 0: the
-    # counts below, whatever their length.
-    answer_tokens: int = Field(default=0, ge=0)
+    # counts below, whatever their length. None: 800, and 0 under the profile "paper".
+    answer_tokens: int | None = Field(default=None, ge=0)
     # Answering: values that are not set come from the policy (its `tiers`; RecMem has 10, 5 and 10, section
     # 3.5), except that k_sem = 2 k_epi if only k_epi is set. 0 disables a tier: k_sub = 0 is "without
     # subconscious memory", k_epi = 0 with k_sem set "without episodic memory" (section 4.3).
@@ -214,6 +223,12 @@ class Settings(BaseSettings):
     @property
     def shares(self) -> GpuShares:
         return GpuShares.parse(self.card_shares)
+
+    @property
+    def answer_budget(self) -> int:
+        """The tokens of memories that an answer is given; 0: as many memories as the counts say."""
+        usual = 0 if self.profile == "paper" else ANSWER_TOKENS
+        return usual if self.answer_tokens is None else self.answer_tokens
 
     @property
     def similarity_threshold(self) -> float:

@@ -65,7 +65,7 @@ class GuessedReplies:
         like = {"kind": "user_event", "replaces": None}
         return {"facts": [{"text": t, "turns": [1 + n % len(turns)], **like} for n, t in enumerate(texts)]}
 
-    _direct = _refine
+    _direct = _salient = _refine
 
     def _extract(self, shown: Shown) -> Fields:
         texts = self._facts(shown["New turn"], min(self._take("facts"), CANDIDATES))

@@ -79,21 +79,26 @@ class StandInEncoder:
 
 
 class GuessingLLM:
-    """An LLMClient that gives each prompt its guessed reply at once, and counts the tokens."""
+    """An LLMClient that gives each prompt its guessed reply at once, and counts the tokens.
+
+    `warm`: as of a prefix cache that holds every system message.
+    """
 
     on_call: OnCall | None = None
     in_flight = 0
     unreachable_s: float | None = None
     last_error: str | None = None
 
-    def __init__(self, replies: GuessedReplies, tokens: TokenCount) -> None:
+    def __init__(self, replies: GuessedReplies, tokens: TokenCount, *, warm: bool = False) -> None:
         self._replies = replies
         self._tokens = tokens
+        self._warm = warm
 
     def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
         reply = self._replies.to(prompt)
         completion_tokens = self._tokens.of_text(reply.model_dump_json())
-        usage = Usage(1, self._tokens.of_prompt(prompt), 0, completion_tokens)
+        cached_tokens = self._tokens.of_text(prompt.system) if self._warm else 0
+        usage = Usage(1, self._tokens.of_prompt(prompt), cached_tokens, completion_tokens)
         done: Future[Completion] = Future()
         done.set_result(Completion(reply, usage, "guess", 0.0))
         return done

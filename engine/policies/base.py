@@ -147,7 +147,8 @@ class Draft:
 class PolicyResult:
     """What a policy decided for one record. It is committed as a whole.
 
-    `settled` turns leave the gates (consolidated or parked); `revived` turns return to them.
+    `settled` turns leave the gates (consolidated or parked); `revived` turns return to them. `salient`: turns
+    that were read though their topics did not recur, on the quota of `salient_day`.
     `earlier_deletions` are deletions in earlier generations; the engine sets it, no policy. `repairs` counts
     the numbers in replies that had to be corrected (NEMORI's partitions).
     """
@@ -163,6 +164,8 @@ class PolicyResult:
     reason: str | None = None
     operation: str | None = None
     repairs: int = 0
+    salient: tuple[int, ...] = ()
+    salient_day: str | None = None
 
 
 class MemoryView(Protocol):
@@ -188,6 +191,22 @@ class MemoryView(Protocol):
 
         These are the turns that a policy with windows has yet to process.
         """
+        ...
+
+    def turns_before(self, seq: int) -> int:
+        """The number of turns before this record, deleted ones included."""
+        ...
+
+    def turns_to(self, seq: int, count: int) -> Sequence[int]:
+        """Of the last `count` turns up to and with this record those that were not deleted, in order."""
+        ...
+
+    def counts(self, seq: int) -> bool:
+        """Whether the turn still counts in the gates: it was neither consolidated nor parked."""
+        ...
+
+    def salient_tokens(self, day: str) -> int:
+        """The tokens that salient turns of this day have cost."""
         ...
 
     def uses(self) -> Mapping[str, int]:

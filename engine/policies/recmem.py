@@ -18,6 +18,7 @@ from undertow.engine.policies.base import (
     Draft,
     Effect,
     Embed,
+    GateReading,
     MemoryView,
     Policy,
     PolicyResult,
@@ -25,20 +26,26 @@ from undertow.engine.policies.base import (
     ReadGate,
     Vector,
     deletion,
+    nothing_to_decide,
 )
+from undertow.engine.policies.salience import Salience, day_of
 from undertow.engine.policies.work import Failed, Steps, Work, as_shown, named, only_shown, parked
 from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.builders import (
     Prompt,
     ShownMemory,
+    ShownTurn,
     direct_prompt,
     episode_prompt,
     merge_prompt,
     refine_prompt,
+    salient_prompt,
 )
-from undertow.prompts.reply_schemas import EpisodesReply, FactDraft, FactsReply, MergeReply
+from undertow.prompts.reply_schemas import EpisodesReply, FactDraft, FactsReply, MergeReply, SalientReply
 
 KNOWN_FACTS = 10
+
+FactsPrompt = Callable[[Sequence[ShownTurn], Sequence[ShownMemory]], Prompt]
 
 
 class RecMem(Policy):
@@ -46,38 +53,92 @@ class RecMem(Policy):
 
     name = "recmem"
 
-    def __init__(self, budget: PromptBudget, ablation: Ablation | None = None) -> None:
-        """`ablation` (section 4.3): "direct-extraction" stores no episodes, "without-facts" no facts."""
+    def __init__(
+        self, budget: PromptBudget, ablation: Ablation | None = None, salience: Salience | None = None
+    ) -> None:
+        """`ablation` (section 4.3): "direct-extraction" stores no episodes, "without-facts" no facts.
+
+        `salience`: what is read besides recurring topics, and what does not count; None: the paper's gate.
+        """
         self._budget = budget
         self._ablation = ablation
+        self._salience = salience
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
-        """Merge (equation 6), or gate (equation 5), consolidate (7) and refine (8, 9)."""
+        """Decide by recurrence, then read what else says much."""
         reading = yield ReadGate(seq)
-        theta = memory.thresholds
         work = _Consolidation(seq, memory, self._budget, self._ablation)
+        outcome = yield from self._by_recurrence(seq, reading, work)
+        if self._salience is None or outcome.decision is Decision.PARKED:
+            return outcome
+        salient = self._salience.to_read(seq, memory, outcome.settled)
+        return (yield from self._read(work, salient, outcome))
+
+    def _by_recurrence(self, seq: int, reading: GateReading, work: _Consolidation) -> Decide:
+        """Merge (equation 6), or gate (equation 5), consolidate (7) and refine (8, 9)."""
+        theta = work.view.thresholds
         cluster: tuple[int, ...] = (seq,)
         operation, asked = "merge", False
         try:
             # Equation 6: does the turn continue the nearest episode?
-            if reading.episode is not None and reading.episode_score >= theta.theta_merge:
+            episode, score = reading.episode, reading.episode_score
+            near = score is not None and score >= theta.theta_merge
+            if episode is not None and near and self._speaks(seq, work.view):
                 asked = True
-                if (yield from work.merge(seq, reading.episode)):
+                if (yield from work.merge(seq, episode)):
                     return PolicyResult(
                         Decision.MERGED, reading, asked, cluster, settled=cluster, drafts=tuple(work.drafts)
                     )
             # Equation 5, the gate: the new turn counts itself.
-            if len(reading.relevant) + 1 < theta.theta_count:
+            cluster = self._counted(seq, reading, work.view)
+            if len(cluster) < theta.theta_count:
                 return PolicyResult(Decision.WAITS, reading, asked)
-            operation, cluster = "episode", tuple(sorted((*reading.relevant, seq)))
-            # Equation 7, then 8 and 9. If nothing is made, the turns stay live.
+            operation = "episode"
+            # Equation 7, then 8 and 9. In the paper the turns stay live if nothing is made. They would fire
+            # again with the next turn, so here the topic has to recur anew.
             yield from work.consolidate(cluster)
-            settled = cluster if work.drafts else ()
+            settled = cluster if work.drafts or self._salience is not None else ()
             return PolicyResult(
                 Decision.FIRED, reading, asked, cluster, settled=settled, drafts=tuple(work.drafts)
             )
         except Failed as error:
             return parked(error, operation, cluster, reading=reading, merge_asked=asked)
+
+    def _counted(self, seq: int, reading: GateReading, memory: MemoryView) -> tuple[int, ...]:
+        """The turn and its relevant set, in order; without those that say little if the gate would fire."""
+        cluster = tuple(sorted((*reading.relevant, seq)))
+        if len(cluster) < memory.thresholds.theta_count or self._salience is None:
+            return cluster
+        if not self._speaks(seq, memory):
+            return ()
+        return tuple(s for s in cluster if self._speaks(s, memory))
+
+    def _speaks(self, seq: int, memory: MemoryView) -> bool:
+        return self._salience is None or self._salience.speaks(seq, memory)
+
+    def flush(self, seq: int, memory: MemoryView) -> Decide:
+        """Read what says much among the turns that no complete window has."""
+        waits = PolicyResult(Decision.WAITS)
+        if self._salience is None:
+            return (yield from nothing_to_decide())
+        work = _Consolidation(seq, memory, self._budget, self._ablation)
+        return (yield from self._read(work, self._salience.left_over(seq, memory), waits))
+
+    def _read(self, work: _Consolidation, turns: Sequence[int], outcome: PolicyResult) -> Decide:
+        """Add the facts of salient turns to an outcome. They stay live: their topics may yet recur."""
+        if not turns:
+            return outcome
+        told = replace(outcome, salient=tuple(turns), salient_day=day_of(turns[-1], work.view))
+        try:
+            yield from work.extract(turns, salient_prompt)
+        except Failed as error:
+            if outcome.decision is not Decision.WAITS:  # what recurred is kept
+                return replace(told, reason=str(error))
+            reason, cluster = str(error), tuple(turns)
+            return replace(
+                told, decision=Decision.PARKED, cluster=cluster, reason=reason, operation="salient"
+            )
+        return replace(told, drafts=tuple(work.drafts))
 
     def rerun(self, seq: int, job: LlmJob, turns: tuple[int, ...], memory: MemoryView) -> Decide:
         """Run a parked merge or consolidation again."""
@@ -85,6 +146,9 @@ class RecMem(Policy):
         try:
             if job.operation == "merge":
                 return (yield from self._merge_again(turns[0], work))
+            if job.operation == "salient":
+                yield from work.extract(turns, salient_prompt)
+                return PolicyResult(Decision.WAITS, cluster=turns, drafts=tuple(work.drafts))
             yield from work.consolidate(turns)
             revived = () if work.drafts else turns
             return PolicyResult(Decision.FIRED, cluster=turns, revived=revived, drafts=tuple(work.drafts))
@@ -195,7 +259,7 @@ class _Consolidation(Work):
         yield from self._rewrite(replace(episode, shown_seqs=()), " ".join(texts), rest, version)
         yield from self._refine(self.drafts[-1], self.by_time(turns))
 
-    def extract(self, turns: Sequence[int]) -> Steps:
+    def extract(self, turns: Sequence[int], prompt_of: FactsPrompt = direct_prompt) -> Steps:
         """Direct extraction (section 4.3): facts of the raw turns, without an episode as reference.
 
         Without an episode, the stored facts shown are those nearest to the text of all turns.
@@ -203,7 +267,7 @@ class _Consolidation(Work):
         shown = self.by_time(turns)
         (vector,) = yield Embed(("\n".join(turn.text for turn in self.turns(shown)),))
         yield from self._extract_facts(
-            shown, vector, lambda seqs, known: direct_prompt(self.turns(seqs), known), episode_id=None
+            shown, vector, lambda seqs, known: prompt_of(self.turns(seqs), known), episode_id=None
         )
 
     def _refine(self, episode: Draft, turns: Sequence[int]) -> Steps:
@@ -236,7 +300,7 @@ class _Consolidation(Work):
         for part in self.parts(turns, part_prompt):
             known = yield from self.known_facts(vector, KNOWN_FACTS)
             prompt = self.checked(part_prompt(part))
-            reply: FactsReply = yield Complete(prompt)
+            reply: FactsReply | SalientReply = yield Complete(prompt)
             fresh = _unsaid(reply, known)
             if not fresh:
                 continue
@@ -267,7 +331,7 @@ def _read_for(memory: Memory) -> frozenset[int]:
     return memory.reach if memory.kind == "fact" else frozenset(memory.source_seqs)
 
 
-def _unsaid(reply: FactsReply, known: Sequence[Memory]) -> list[FactDraft]:
+def _unsaid(reply: FactsReply | SalientReply, known: Sequence[Memory]) -> list[FactDraft]:
     """The facts of a reply without verbatim repeats of a shown or an earlier fact."""
     first = {f.text: f for f in reversed(reply.facts)}
     said = {f.text for f in known}

@@ -12,6 +12,7 @@ from undertow.engine.policies.himem.policy import HiMem
 from undertow.engine.policies.nemori.knowledge import management_of
 from undertow.engine.policies.nemori.policy import Nemori
 from undertow.engine.policies.recmem import RecMem
+from undertow.engine.policies.salience import Salience
 
 if TYPE_CHECKING:
     from undertow.engine.base.config import Settings
@@ -22,7 +23,7 @@ def policy_of(settings: Settings) -> Policy:
     budget = PromptBudget(settings.context_tokens, settings.reply_tokens)
     match settings.policy:
         case "recmem":
-            return RecMem(budget, settings.ablation)
+            return RecMem(budget, settings.ablation, _salience_of(settings))
         case "eager":
             return Eager(budget)
         case "nemori":
@@ -38,6 +39,14 @@ def policy_of(settings: Settings) -> Policy:
             )
 
 
+def _salience_of(settings: Settings) -> Salience | None:
+    """None under the paper's profile, for an ablation of the paper's, and where nothing is set."""
+    is_set = settings.salience_turns or settings.quiet_share
+    if settings.profile == "paper" or settings.ablation is not None or not is_set:
+        return None
+    return Salience(settings.salience_turns, settings.quiet_share, settings.salience_day_tokens)
+
+
 # What a budget of tokens is filled from, under every policy: more than fits.
 TO_FILL = Tiers(k_sub=100, k_epi=20, k_sem=100)
 
@@ -48,7 +57,7 @@ def tiers_of(settings: Settings) -> Tiers:
 
 
 def _for_answers(own: Tiers, settings: Settings) -> Tiers:
-    budget = settings.answer_tokens
+    budget = settings.answer_budget
     return _as_set(replace(TO_FILL, tokens=budget) if budget else own, settings)
 
 

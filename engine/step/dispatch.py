@@ -130,6 +130,10 @@ def decision_body(outcome: PolicyResult, usage: dict[str, Usage]) -> dict[str, A
     for name in ("settled", "revived", "reason", "operation", "repairs"):
         if value := getattr(outcome, name):
             body[name] = value
+    if outcome.salient:
+        body["salient_seqs"] = outcome.salient
+    if outcome.salient_day is not None:
+        body["salient_day"] = outcome.salient_day
     made = [draft.memory for draft in (*outcome.drafts, *outcome.earlier_deletions)]
     for kind in ("episode", "fact"):
         if ids := [memory.id for memory in made if memory.kind == kind]:

@@ -15,9 +15,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from undertow.engine.base.model import Decision, Memory, MemoryKind
+from undertow.engine.base.model import Decision, Memory, MemoryKind, Usage
 from undertow.engine.storage.journal import Row
-from undertow.engine.storage.row_codec import Control, control_of
+from undertow.engine.storage.row_codec import Control, control_of, usage_from_json
 from undertow.kernels.arena.arena import Arena
 
 # The segment of a tier whose memories are no longer searched.
@@ -88,6 +88,8 @@ class Generation:
         self.settled_end = 0
         # By id of a fact: the number of answers that used it, as far as the log is decided.
         self.uses: Counter[str] = Counter()
+        # The tokens that salient turns have cost, on the day of the last that were read.
+        self.salient_day, self.salient_tokens = "", 0
         # Questions already learned from since anything but a question changed the memories. Bounded by the
         # number of such records in the log.
         self.learned: set[Missed] = set()
@@ -98,6 +100,11 @@ class Generation:
 
     def note(self, control: Control | None, body: Mapping[str, Any]) -> None:
         """Note a decided record, a turn if `control` is None; `body` is its decision."""
+        if (day := body.get("salient_day")) is not None:
+            spent = usage_from_json(body.get("usage", {})).get("salient", Usage())
+            before = self.salient_tokens if day == self.salient_day else 0
+            self.salient_tokens = before + spent.prompt_tokens + spent.completion_tokens
+            self.salient_day = day
         match control:
             case Control(kind="used"):
                 self.uses.update(control.body["fact_ids"])

@@ -143,6 +143,10 @@ class Tenant(RecordLog):
         later = np.ones(len(self.seq_by_row) - len(self.unconsolidated), dtype=bool)
         return np.concatenate([self.unconsolidated, later])
 
+    def is_live(self, seq: int) -> bool:
+        """Whether the turn counts in the gates."""
+        return bool(self._arena.flags(self.turns_segment)[self.row_by_seq[seq]] & Arena.LIVE)
+
     @property
     def may_change(self) -> bool:
         """Whether `is_changing` may be True for some memory."""
@@ -161,11 +165,6 @@ class Tenant(RecordLog):
         return int(np.count_nonzero(live))
 
     # ---- replay
-
-    def load_deleted_turn(self) -> None:
-        """Append a turn whose deletion is in the log."""
-        self.counts["deleted"] += 1
-        self.load_turns(b"", [0])
 
     def add_control(self, control: Control) -> None:
         """Append a control record. One with seq -1 stands before the log."""

@@ -40,6 +40,19 @@ class View:
     def open_turns(self) -> list[int]:
         return [seq for seq in range(self.made.settled_end, self.seq) if self.of.exists(seq)]
 
+    def turns_before(self, seq: int) -> int:
+        return self.of.rows_before(seq)
+
+    def turns_to(self, seq: int, count: int) -> list[int]:
+        end = self.of.rows_before(seq + 1)
+        return [s for s in self.of.seq_by_row[max(0, end - count) : end] if self.of.exists(s)]
+
+    def counts(self, seq: int) -> bool:
+        return self.of.is_live(seq)
+
+    def salient_tokens(self, day: str) -> int:
+        return self.made.salient_tokens if day == self.made.salient_day else 0
+
     def uses(self) -> Mapping[str, int]:
         return self.made.uses
 

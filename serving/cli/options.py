@@ -72,7 +72,8 @@ Paths = Annotated[
 LogFormatName = Literal["auto", "messages", "parquet", "locomo", "longmemeval"]
 LogFormat = Annotated[LogFormatName, typer.Option("--format")]
 Profile = Annotated[
-    Literal["companion", "assistant"] | None, typer.Option("--profile", help="Preset of thresholds.")
+    Literal["companion", "assistant", "paper"] | None,
+    typer.Option("--profile", help="Preset of thresholds; paper: RecMem's calls as published."),
 ]
 ThetaSim = Annotated[float | None, typer.Option("--theta-sim", help="Least cosine that links two turns.")]
 ThetaMerge = Annotated[

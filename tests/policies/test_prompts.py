@@ -39,6 +39,7 @@ def all_prompts(text: str, date: str | None = "2023-05-08") -> list[Prompt]:
         build.merge_prompt(memory, turns[0]),
         build.refine_prompt(memory, turns, [memory]),
         build.direct_prompt(turns, [memory]),
+        build.salient_prompt(turns, [memory]),
         build.extract_prompt(turns, turns[0]),
         build.reconcile_prompt([memory], [memory]),
         build.partition_prompt(turns),

@@ -148,8 +148,9 @@ class WithoutMemories(EngineSystem):
 
     def __init__(self, name: str, means: Means) -> None:
         settings = varied(means.settings, llm_url=None, k_epi=0, k_sem=0)
-        if not settings.answer_tokens:
-            raise UndertowError(f"{name} fills a budget of tokens. Set UNDERTOW_ANSWER_TOKENS, such as 1200.")
+        if not settings.answer_budget:
+            cure = "Set UNDERTOW_ANSWER_TOKENS, and another profile than paper."
+            raise UndertowError(f"{name} fills a budget of tokens. {cure}")
         super().__init__(name, replace(means, settings=settings, folder=means.folder / name))
 
     def _settle(self, turns: int, on_progress: OnProgress) -> None:

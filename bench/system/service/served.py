@@ -87,6 +87,7 @@ class Checkout:
         """This process's, without settings of Undertow but those of the run."""
         kept = {name: text for name, text in os.environ.items() if not name.startswith("UNDERTOW_")}
         kept |= {"PYTHONPATH": str(self.root / "src"), "UNDERTOW_DURABILITY": durability}
+        kept["UNDERTOW_SALIENCE_TURNS"] = "0"  # the world has no LLM
         return kept | ({} if self.theta_count is None else {"UNDERTOW_THETA_COUNT": str(self.theta_count)})
 
     def fill(self, log: Path, store: Path) -> dict[str, Any]:

@@ -221,7 +221,7 @@ class Import:
         return memory_row(Memory(**fields), self.key, None)
 
     def _decision(self, record: DecisionRecord) -> Row:
-        for field in ("relevant", "cluster_seqs", "settled", "revived"):
+        for field in ("relevant", "cluster_seqs", "settled", "revived", "salient_seqs"):
             self._checks.check_seqs(field, getattr(record, field), record.seq)
         body = record.model_dump(exclude={"kind", "tenant", "seq"}, exclude_unset=True)
         if record.nearest_episode is not None:

@@ -99,6 +99,8 @@ class DecisionRecord(RecordShape):
     reason: Words | None = None
     operation: Words | None = None
     repairs: Seq = 0
+    salient_seqs: list[Seq] = []
+    salient_day: str | None = Field(default=None, max_length=10)
     episode_ids: list[Words] = []
     fact_ids: list[Words] = []
     usage: dict[str, Spent] = {}

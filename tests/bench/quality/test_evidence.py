@@ -13,7 +13,7 @@ import pytest
 
 from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import load
-from undertow.bench.quality.evidence_recall import Score, score, summary
+from undertow.bench.quality.evidence.recall import Score, score, summary
 from undertow.bench.quality.run.summary import UNCLEAR, difference
 from undertow.bench.quality.systems.registry import SYSTEMS
 from undertow.bench.quality.systems.telling import Telling

@@ -74,9 +74,9 @@ class TakenOver(MockReplies):
         return {"facts": facts}
 
     def _text(self, unlike: str, chars: int) -> str:
-        """As long as is allowed, another one for each prompt."""
+        """As long as is stored, another one for each prompt: a text of full length counts as cut off."""
         start = f"{ATTACK} {len(unlike)}.{sum(unlike.encode())}.{unlike[0]} {TOKENS} victim knows all. "
-        return (start + "x" * chars)[:chars]
+        return (start + "x" * chars)[: chars - 2]
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def test_what_one_turn_can_have_written_is_bounded(tmp_path: Path) -> None:
         assert len(episodes) <= 5
         assert len(made) - len(episodes) <= 9 * len(episodes)
     longest = {kind: max(len(m.text) for m in versions if m.kind == kind) for kind in ("episode", "fact")}
-    assert longest == {"episode": EPISODE_CHARS, "fact": FACT_CHARS}, "it writes as much as it may"
+    assert longest == {"episode": EPISODE_CHARS - 2, "fact": FACT_CHARS - 2}, "it writes as much as it may"
 
 
 def test_what_it_has_written_is_fenced_when_it_is_shown_again(tmp_path: Path) -> None:

@@ -62,7 +62,9 @@ def test_a_fact_raises_the_turns_that_it_rests_on() -> None:
 
 
 def test_a_short_log_is_shown_whole_in_order_of_time(tmp_path: Path) -> None:
-    with open_engine(tmp_path, MockLLM(), theta_sim=0.2, theta_count=2, answer_tokens=600) as engine:
+    with open_engine(
+        tmp_path, MockLLM(), theta_sim=0.2, theta_count=2, answer_tokens=600, profile="companion"
+    ) as engine:
         engine.add_batch(turns_of("ann", 6, text="the boat sails {n} miles"))
         assert engine.drain() and engine.get_all("ann")
         whole = engine.recall("ann", "boat 4 miles")

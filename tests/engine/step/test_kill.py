@@ -175,12 +175,15 @@ def test_kills_at_the_edges_of_a_commit(
     assert_same_state(end_state(tmp_path), undisturbed[0])
 
 
-@pytest.mark.parametrize("policy", [name for name in get_args(PolicyName) if name != "recmem"])
-def test_other_policies_go_on_where_they_were_after_kills(
+WINDOWS = {"window_messages": 6, "profile": "companion", "salience_turns": 6, "quiet_share": 0.5}
+
+
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+def test_other_policies_and_salient_reads_go_on_where_they_were_after_kills(
     policy: PolicyName, driver: Driver, task: dict[str, Any], log: Path, tmp_path: Path
 ) -> None:
     """Turns that wait for their window to fill are undecided in no other way than by their records."""
-    other = {**task, "settings": {**task["settings"], "policy": policy, "window_messages": 6}}
+    other = {**task, "settings": {**task["settings"], "policy": policy, **WINDOWS}}
     assert driver.run(store=tmp_path / "undisturbed", **other).last("settled")
     store = tmp_path / "killed"
     for kill in ({"method": "append", "n": 4, "after": True}, {"method": "append", "n": 9, "after": False}):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn, memory_id, time_key
 from undertow.engine.encoders.base import Encoder
 from undertow.engine.llm.client import BadReply, LLMClient
+from undertow.engine.policies.salience import information
 from undertow.prompts.builders import (
     Prompt,
     ShownMemory,
@@ -16,12 +19,14 @@ from undertow.prompts.builders import (
     episode_prompt,
     merge_prompt,
     refine_prompt,
+    salient_prompt,
 )
-from undertow.prompts.reply_schemas import EpisodesReply, FactsReply, MergeReply
+from undertow.prompts.reply_schemas import EpisodesReply, FactsReply, MergeReply, Reply, SalientReply
 
-from .run import Oracle, OracleDecision, OracleMemory, Thresholds, Whole, exact_dot
+from .run import Oracle, OracleDecision, OracleMemory, Whole, exact_dot
 
 FACTS_SHOWN = 10
+FactsPrompt = Callable[[Sequence[ShownTurn], Sequence[ShownMemory]], Prompt]
 
 
 @dataclass
@@ -29,9 +34,10 @@ class _Draft:
     """What a job would store; thrown away as a whole when a step of it fails."""
 
     versions: list[OracleMemory] = field(default_factory=list)
+    facts_before: int = 0  # stored of the same record
 
     def count(self, kind: str) -> int:
-        return sum(m.kind == kind and m.version == 1 for m in self.versions)
+        return self.facts_before + sum(m.kind == kind and m.version == 1 for m in self.versions)
 
     def facts(self) -> list[OracleMemory]:
         return [m for m in self.versions if m.kind == "fact"]
@@ -40,9 +46,13 @@ class _Draft:
 class OracleRecMem(Oracle):
     """Takes the turns of one tenant in order of seq; `decisions`, `versions`, `prompts` tell what came."""
 
-    def __init__(self, tenant: str, encoder: Encoder, llm: LLMClient, settings: Thresholds) -> None:
+    def __init__(self, tenant: str, encoder: Encoder, llm: LLMClient, settings: Settings) -> None:
         super().__init__(tenant, encoder, llm)
         self.settings = settings  # may be changed between turns
+        is_set = bool(settings.salience_turns or settings.quiet_share)
+        self._salient = settings.profile != "paper" and settings.ablation is None and is_set
+        self._spent: dict[str, int] = {}  # tokens of salient turns by day
+        self._last_day = ""
         self._turns: dict[int, Turn] = {}
         self._vectors: dict[int, Whole] = {}
         self._live: list[int] = []
@@ -53,11 +63,24 @@ class OracleRecMem(Oracle):
         self._vectors[seq] = self._embed(turn.text)
         nearest, score = self._nearest_episode(seq)
         asked = nearest is not None and score is not None and score >= self.settings.merge_threshold
+        asked = asked and self._speaks(seq)
         decision, cluster, settled = self._decide(seq, nearest if asked else None)
+        if decision != "parked" and len(self._turns) % (self.settings.salience_turns or 1) == 0:
+            window = sorted(self._turns)[-self.settings.salience_turns :]
+            if (failed := self._read(seq, window, [*self._live, seq], settled)) and decision == "waits":
+                decision, cluster = "parked", failed
         name = nearest.id if nearest is not None else None
         self.decisions.append(OracleDecision(seq, decision, asked, name, score, cluster, settled))
         self._live.append(seq)
         self._live = [s for s in self._live if s not in settled]
+
+    def flush(self, seq: int) -> None:
+        """What says most of the window that is not complete is read."""
+        begun = len(self._turns) % (self.settings.salience_turns or 1)
+        failed = self._read(seq, sorted(self._turns)[-begun:] if begun else [], self._live, ())
+        self.decisions.append(
+            OracleDecision(seq, "parked" if failed else "waits", False, None, None, failed, ())
+        )
 
     def current(self, kind: str) -> list[OracleMemory]:
         """The newest version of each memory of `kind`, in order of birth."""
@@ -76,14 +99,77 @@ class OracleRecMem(Oracle):
                     return "merged", alone, alone
             except BadReply:
                 return "parked", alone, alone
-        related = self._related(seq)
-        if len(related) + 1 < self.settings.recurrence_count:
+        cluster = tuple(sorted([*self._related(seq), seq]))
+        if len(cluster) >= self.settings.recurrence_count:
+            cluster = tuple(s for s in cluster if self._speaks(s)) if self._speaks(seq) else ()
+        if len(cluster) < self.settings.recurrence_count:
             return "waits", (), ()
-        cluster = tuple(sorted([*related, seq]))
         try:
-            return "fired", cluster, cluster if self._consolidated(seq, cluster) else ()
+            made = self._consolidated(seq, cluster)
+            return "fired", cluster, cluster if made or self._salient else ()
         except BadReply:
             return "parked", cluster, cluster
+
+    def _information(self, seq: int) -> int:
+        return information(self._words(seq))
+
+    def _words(self, seq: int) -> str:
+        return " ".join(m.content for m in self._turns[seq].messages)
+
+    def _speaks(self, seq: int) -> bool:
+        """Not among the share of the last 16 turns that say least."""
+        if not self._salient:
+            return True
+        last = sorted(self._information(s) for s in [s for s in sorted(self._turns) if s <= seq][-16:])
+        return self._information(seq) >= last[int(self.settings.quiet_share * (len(last) - 1))]
+
+    def _read(
+        self, seq: int, window: Sequence[int], live: Sequence[int], settled: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Facts of the half of a window that says most; what failed, or ()."""
+        if not self._salient or not self.settings.salience_turns or not window:
+            return ()
+        day = self._day(window[-1])
+        spent = self._spent.get(day, 0) if day == self._last_day else 0
+        if spent >= self.settings.salience_day_tokens:
+            return ()
+        known = {s for f in self.current("fact") if f.made_at_seq < seq for s in (*f.sources, *f.shown)}
+        unread = [s for s in window if s in live and s not in known and s not in settled]
+        words = {s: len(re.findall(r"[^\W_]+", self._words(s))) for s in window}
+        room = 0.65 * sum(count + 8 for count in words.values())
+        turns: list[int] = []
+        for s in sorted(unread, key=lambda s: (-self._information(s) / (words[s] + 2), s)):
+            if self._information(s) and words[s] + 8 <= room:
+                room -= words[s] + 8
+                turns = sorted([*turns, s])
+        if not turns:
+            return ()
+        draft = _Draft(facts_before=sum(m.born_at_seq == seq and m.kind == "fact" for m in self.versions))
+        ordered = sorted(turns, key=lambda s: (time_key(self._turns[s].timestamp), s))
+        failed: tuple[int, ...] = ()
+        try:
+            self._extract(seq, ordered, draft, salient_prompt)
+            self.versions += draft.versions
+        except BadReply:
+            failed = tuple(turns)
+        day = self._day(turns[-1])
+        self._spent[day] = (self._spent.get(day, 0) if day == self._last_day else 0) + self._cost
+        self._last_day = day
+        return failed
+
+    def _day(self, turn_seq: int) -> str:
+        before = sum(s < turn_seq for s in self._turns)
+        return (self._turns[turn_seq].timestamp or f"{before // 1_000}k")[:10]
+
+    def _ask(self, prompt: Prompt) -> Reply | str:
+        self.prompts.append(prompt)
+        try:
+            completion = self._llm.submit(prompt, tenant=self.tenant).result()
+        except BadReply as bad:
+            self._cost = bad.usage.prompt_tokens + bad.usage.completion_tokens
+            raise
+        self._cost = completion.usage.prompt_tokens + completion.usage.completion_tokens
+        return completion.reply
 
     def _nearest_episode(self, seq: int) -> tuple[OracleMemory | None, float | None]:
         best: OracleMemory | None = None
@@ -168,11 +254,13 @@ class OracleRecMem(Oracle):
         listed = [ShownMemory(i, f.timestamp, f.text) for i, f in enumerate(facts, 1)]
         self._keep(seq, refine_prompt(shown, self._shown(turns), listed), facts, turns, draft, episode.id)
 
-    def _extract(self, seq: int, turns: Sequence[int], draft: _Draft) -> None:
+    def _extract(
+        self, seq: int, turns: Sequence[int], draft: _Draft, prompt_of: FactsPrompt = direct_prompt
+    ) -> None:
         """Section 4.3: facts of raw turns."""
         facts = self._nearest_facts("\n".join(self._turns[s].text for s in turns), draft)
         listed = [ShownMemory(i, f.timestamp, f.text) for i, f in enumerate(facts, 1)]
-        self._keep(seq, direct_prompt(self._shown(turns), listed), facts, turns, draft, None)
+        self._keep(seq, prompt_of(self._shown(turns), listed), facts, turns, draft, None)
 
     def _nearest_facts(self, text: str, draft: _Draft) -> list[OracleMemory]:
         vector = self._embed(text)
@@ -189,7 +277,7 @@ class OracleRecMem(Oracle):
         episode_id: str | None,
     ) -> None:
         reply = self._ask(prompt)
-        assert isinstance(reply, FactsReply)
+        assert isinstance(reply, FactsReply | SalientReply)
         heard = [f.text for f in nearest]
         for told in reply.facts:
             if told.text in heard:

@@ -47,6 +47,7 @@ class View:
     record: int = 0  # the one that is decided
     settled_end: int = 0
     used: dict[str, int] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)  # settled
 
     def turn(self, seq: int) -> TurnView:
         return self.turns[seq]
@@ -56,6 +57,18 @@ class View:
 
     def open_turns(self) -> list[int]:
         return [seq for seq in sorted(self.turns) if self.settled_end <= seq < self.record]
+
+    def turns_before(self, seq: int) -> int:
+        return sum(s < seq for s in self.turns)
+
+    def turns_to(self, seq: int, count: int) -> list[int]:
+        return [s for s in sorted(self.turns) if s <= seq][-count:]
+
+    def counts(self, seq: int) -> bool:
+        return seq not in self.gone
+
+    def salient_tokens(self, day: str) -> int:
+        return 0
 
     def uses(self) -> dict[str, int]:
         return self.used

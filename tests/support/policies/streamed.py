@@ -46,6 +46,7 @@ class Streamed:
         self.view.record = seq
         self._decide(seq, self._policy.decide(seq, self.view), self._reading(seq))
         self._live = [s for s in (*self._live, seq) if s not in self.results[-1].settled]
+        self.view.gone |= {*self.results[-1].settled}
 
     def flush(self, seq: int) -> None:
         self.view.record = seq

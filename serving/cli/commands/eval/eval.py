@@ -11,7 +11,7 @@ import typer
 from undertow.bench.quality import Benchmark
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.commands.eval.answers import measure_answers
-from undertow.serving.cli.commands.eval.evidence import measure_evidence, measure_in_budget
+from undertow.serving.cli.commands.eval.evidence import measure_evidence
 from undertow.serving.cli.errors import WrongUsage
 
 if TYPE_CHECKING:
@@ -144,24 +144,15 @@ def evaluate(
     """
     from undertow.bench.quality.run.plan import Plan
 
-    budgets = _budgets(tokens, evidence_only=evidence_only, gold_memories=gold_memories)
-    if evidence_only:
-        _refuse_with_evidence(context, in_budget=bool(budgets))
+    budgets = _budgets(context, tokens, evidence_only=evidence_only, gold_memories=gold_memories)
     name = _known(policy)
     flags = {"llm": "off" if evidence_only else llm, "model": llm_model, "encoder": encoder}
     settings = _settings(name, ablation, **flags, **asdict(thresholds))
     if evidence_only:
-        samples = _samples(data, benchmark, settings, only)
-        folder = out or Path(f"eval-{benchmark}")
-        if budgets:
-            plan = Plan(
-                *(benchmark, data, tuple(samples), name, settings, None, folder),
-                vectors=vectors,
-                memories_of=memories_of,
-            )
-            measure_in_budget(plan, budgets, gold=gold_memories, as_json=as_json)
-            return
-        measure_evidence(benchmark, data, samples, settings, folder, vectors, as_json=as_json)
+        samples, folder = _samples(data, benchmark, settings, only), out or Path(f"eval-{benchmark}")
+        what = (benchmark, data, tuple(samples), name, settings, None, folder)
+        plan = Plan(*what, vectors=vectors, memories_of=memories_of)
+        measure_evidence(plan, budgets, gold=gold_memories, as_json=as_json)
         return
     if settings.llm_url is None:
         raise WrongUsage("answering needs an LLM server. Give --llm URL, or --evidence-only.")
@@ -181,8 +172,12 @@ def evaluate(
     measure_answers(plan, as_json=as_json)
 
 
-def _budgets(text: str | None, *, evidence_only: bool, gold_memories: bool) -> list[int]:
-    """The budgets that are named. WrongUsage."""
+def _budgets(
+    context: typer.Context, text: str | None, *, evidence_only: bool, gold_memories: bool
+) -> list[int]:
+    """The budgets that are named. WrongUsage, also for options that have no meaning with --evidence-only."""
+    if evidence_only:
+        _refuse_with_evidence(context, in_budget=text is not None)
     if text is None and not gold_memories:
         return []
     if text is None or not evidence_only:

@@ -8,48 +8,44 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from undertow.bench.quality import Benchmark
 from undertow.serving.cli.output import put_json, put_table, say
 
 if TYPE_CHECKING:
-    from undertow.bench.quality.datasets import Sample
     from undertow.bench.quality.run.plan import Plan
-    from undertow.engine.base.config import Settings
 
 
-def measure_evidence(
-    benchmark: Benchmark,
-    data: Path,
-    samples: list[Sample],
-    settings: Settings,
-    folder: Path,
-    vectors: Path | None,
-    *,
-    as_json: bool,
-) -> None:
+def measure_evidence(plan: Plan, budgets: list[int], *, gold: bool, as_json: bool) -> None:
+    """What a search finds of each question's evidence, or what an answer shows of it in the budgets."""
+    if budgets:
+        _measure_in_budget(plan, budgets, gold=gold, as_json=as_json)
+    else:
+        _measure_recall(plan, as_json=as_json)
+
+
+def _measure_recall(plan: Plan, *, as_json: bool) -> None:
     """Search for every scored question, write the evidence found into the folder and show a summary."""
-    from undertow.bench.quality.evidence_recall import retrieve, write_evidence
+    from undertow.bench.quality.evidence.recall import retrieve, write_evidence
     from undertow.bench.quality.vectors import KeptVectors
     from undertow.engine.api.engine import Engine
     from undertow.engine.encoders.factory import make_encoder
     from undertow.serving.cli.progress import Bar
 
     began_s = time.perf_counter()
-    questions = sum(len(s.questions) for s in samples)
-    scored = sum(q.is_scored for s in samples for q in s.questions)
+    questions = sum(len(s.questions) for s in plan.samples)
+    scored = sum(q.is_scored for s in plan.samples for q in s.questions)
     about: dict[str, Any] = {
-        "benchmark": benchmark,
-        "data": data.name,
-        "samples": len(samples),
-        "turns": sum(len(s.turns) for s in samples),
+        "benchmark": plan.benchmark,
+        "data": plan.data.name,
+        "samples": len(plan.samples),
+        "turns": sum(len(s.turns) for s in plan.samples),
         "left_out": questions - scored,
-        "encoder": settings.encoder,
-        "search": settings.search,
+        "encoder": plan.settings.encoder,
+        "search": plan.settings.search,
     }
-    kept = KeptVectors(make_encoder(settings), vectors)
+    kept = KeptVectors(make_encoder(plan.settings), plan.vectors)
     with (
         TemporaryDirectory(prefix="undertow-eval-") as store,
-        Engine(Path(store), settings, kept) as engine,
+        Engine(Path(store), plan.settings, kept) as engine,
         Bar() as bar,
     ):
         done = iter(range(1, scored + 1))
@@ -58,14 +54,14 @@ def measure_evidence(
             count = next(done)
             bar.show(f"{count:,} of {scored:,} questions", count, scored)
 
-        summary = write_evidence(retrieve(engine, kept, samples, on_question=show), folder, about)
+        summary = write_evidence(retrieve(engine, kept, plan.samples, on_question=show), plan.folder, about)
     kept.save()
-    _put(summary | {"elapsed_s": round(time.perf_counter() - began_s, 1)}, folder, as_json=as_json)
+    _put(summary | {"elapsed_s": round(time.perf_counter() - began_s, 1)}, plan.folder, as_json=as_json)
 
 
-def measure_in_budget(plan: Plan, budgets: list[int], *, gold: bool, as_json: bool) -> None:
+def _measure_in_budget(plan: Plan, budgets: list[int], *, gold: bool, as_json: bool) -> None:
     """Pack each scored question's memories into the budgets; write what they show and show a summary."""
-    from undertow.bench.quality.evidence_budget import measure
+    from undertow.bench.quality.evidence.budget import measure
     from undertow.serving.cli.progress import Bar
 
     with Bar() as bar:

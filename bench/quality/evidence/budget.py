@@ -18,7 +18,7 @@ import orjson
 
 from undertow.bench.quality.ablations import varied
 from undertow.bench.quality.datasets import Question, Sample
-from undertow.bench.quality.gold_replies import gold_llm
+from undertow.bench.quality.evidence.gold_replies import gold_llm
 from undertow.bench.quality.json_lines import write_json
 from undertow.bench.quality.run.folder import STORE, memories_of
 from undertow.bench.quality.run.plan import Plan

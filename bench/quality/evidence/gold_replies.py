@@ -16,16 +16,16 @@ from undertow.engine.estimate.guessed_replies import GuessedReplies, Shown
 from undertow.engine.estimate.stand_ins import GuessingLLM
 from undertow.prompts.reply_schemas import CANDIDATES, EPISODE_CHARS, FACT_CHARS, STATED_NOTES
 
-REFINED_FACTS = 9
+REFINED_FACTS, SALIENT_FACTS = 9, 16
 EPISODE_TEXT_CHARS = 3_000
 
 Fields = dict[str, Any]
 
 
 def gold_llm(samples: Sequence[Sample]) -> GuessingLLM:
-    """An LLM that reads these conversations perfectly; it counts tokens as bytes / 4."""
+    """An LLM that reads these conversations perfectly; it counts tokens as bytes / 4, as of a warm cache."""
     gold = {line: facts for sample in samples for line, facts in sample.observed().items()}
-    return GuessingLLM(GoldReplies(gold), TokenCount("bytes / 4", by_bytes))
+    return GuessingLLM(GoldReplies(gold), TokenCount("bytes / 4", by_bytes), warm=True)
 
 
 class GoldReplies(GuessedReplies):
@@ -65,13 +65,19 @@ class GoldReplies(GuessedReplies):
         return {"same_story": True, "narrative": f"{old} {added}"}
 
     def _refine(self, shown: Shown) -> Fields:
+        return self._unsaid(shown, REFINED_FACTS)
+
+    def _unsaid(self, shown: Shown, most: int) -> Fields:
         known = set(shown.get("Stored facts", ()))
-        found = self._numbered(shown["Turns"], REFINED_FACTS + len(known))
-        fresh = [(number, fact) for number, fact in found if fact not in known][:REFINED_FACTS]
+        found = self._numbered(shown["Turns"], most + len(known))
+        fresh = [(number, fact) for number, fact in found if fact not in known][:most]
         like = {"kind": "user_event", "replaces": None}
         return {"facts": [{"text": fact, "turns": [number], **like} for number, fact in fresh]}
 
     _direct = _refine
+
+    def _salient(self, shown: Shown) -> Fields:
+        return self._unsaid(shown, SALIENT_FACTS)
 
     def _extract(self, shown: Shown) -> Fields:
         return {"facts": [{"text": fact} for _, fact in self._numbered(shown["New turn"], CANDIDATES)]}

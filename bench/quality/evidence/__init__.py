@@ -1,0 +1,1 @@
+"""Evidence found, shown and remembered, without an LLM."""
