@@ -47,7 +47,8 @@ class Assumptions:
     prediction_chars: float = _range(200, 600, 1_200)
     facts_per_message: float = _range(0.23, 0.46, 0.8)
 
-    # HiMem's notes by stage: stated, per turn; implied, per window; the share that stage three rewords
+    # HiMem's notes by stage: stated, per turn (of RecMem's salient turns: facts); implied, per window;
+    # the share that stage three rewords
     notes_per_turn: float = _range(0.5, 1, 2)
     traits: float = _range(0, 2, 6)
     aligned_share: float = _range(0.1, 0.3, 0.6)

@@ -17,7 +17,7 @@ CUE_CHARS, TOPIC_CHARS, EPISODE_SUMMARY_CHARS = 90, 40, 200
 LONGEST_CHARS = 2_700
 MESSAGES_PER_TURN = 2
 MOST_EPISODES = 12  # of one `segment`
-MOST_REFINED = 9  # facts of one `refine`
+MOST_REFINED, MOST_SALIENT = 9, 16  # facts of one `refine`, and of one `salient`
 MOST_NUMBERS = 100  # turns that an episode names
 
 Texts = Sequence[str]
@@ -60,12 +60,18 @@ class GuessedReplies:
         return {"same_story": True, "narrative": self._write([old, turn], chars)}
 
     def _refine(self, shown: Shown) -> Fields:
+        return self._facts_of(shown["Turns"], min(self._take("facts"), MOST_REFINED))
+
+    def _salient(self, shown: Shown) -> Fields:
         turns = shown["Turns"]
-        texts = self._facts(turns, min(self._take("facts"), MOST_REFINED))
+        return self._facts_of(turns, min(self._take("notes_per_turn", len(turns)), MOST_SALIENT))
+
+    def _facts_of(self, turns: Texts, count: int) -> Fields:
+        texts = self._facts(turns, count)
         like = {"kind": "user_event", "replaces": None}
         return {"facts": [{"text": t, "turns": [1 + n % len(turns)], **like} for n, t in enumerate(texts)]}
 
-    _direct = _salient = _refine
+    _direct = _refine
 
     def _extract(self, shown: Shown) -> Fields:
         texts = self._facts(shown["New turn"], min(self._take("facts"), CANDIDATES))

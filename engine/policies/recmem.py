@@ -69,8 +69,10 @@ class RecMem(Policy):
         reading = yield ReadGate(seq)
         work = _Consolidation(seq, memory, self._budget, self._ablation)
         outcome = yield from self._by_recurrence(seq, reading, work)
-        if self._salience is None or outcome.decision is Decision.PARKED:
+        if self._salience is None:
             return outcome
+        if outcome.decision is Decision.PARKED:  # its drafts are of no use
+            work = _Consolidation(seq, memory, self._budget, self._ablation)
         salient = self._salience.to_read(seq, memory, outcome.settled)
         return (yield from self._read(work, salient, outcome))
 
@@ -132,8 +134,8 @@ class RecMem(Policy):
         try:
             yield from work.extract(turns, salient_prompt)
         except Failed as error:
-            if outcome.decision is not Decision.WAITS:  # what recurred is kept
-                return replace(told, reason=str(error))
+            if outcome.decision is not Decision.WAITS:  # what became of recurrence is kept
+                return replace(told, reason=outcome.reason or str(error))
             reason, cluster = str(error), tuple(turns)
             return replace(
                 told, decision=Decision.PARKED, cluster=cluster, reason=reason, operation="salient"

@@ -59,7 +59,7 @@ class Salience:
     day_tokens: int
 
     def speaks(self, seq: int, memory: MemoryView) -> bool:
-        """Whether a turn says as much as the lower of those right before it."""
+        """Whether a turn is not among those of the last turns that say least."""
         before = sorted(_information_of(s, memory) for s in memory.turns_to(seq, LOOK_BACK))
         return _information_of(seq, memory) >= before[int(self.quiet_share * (len(before) - 1))]
 

@@ -75,8 +75,17 @@ def _with_span(tenant: Tenant, episode: Hit) -> Hit:
 
 
 def _replaced(tenant: Tenant, facts: Sequence[Hit]) -> tuple[Hit, ...]:
-    """The facts without replaced ones. What replaces them, found or not, has the best score of all."""
-    newer = {old: fact for fact in tenant.current("fact") for old in fact.supersedes}
+    """The facts without replaced ones. What replaces them, found or not, has the best score of all.
+
+    It mentions each that was found: what replaces a fact may be the work of an attacker.
+    """
+    place = {fact.id: n for n, fact in enumerate(tenant.current("fact"))}
+    newer = {
+        old: fact
+        for fact in tenant.current("fact")
+        for old in fact.supersedes
+        if place.get(old, -1) < place[fact.id]  # an import may have any links, and no chain may be a circle
+    }
     told = {hit.id: hit for hit in facts}
     for hit in facts:
         latest = newer.get(hit.id)
@@ -89,14 +98,15 @@ def _replaced(tenant: Tenant, facts: Sequence[Hit]) -> tuple[Hit, ...]:
 
 
 def _standing_for(old: Hit, latest: Memory, found: Hit | None) -> Hit:
-    """The newest fact, which mentions the nearest of those that it replaces."""
-    if found is not None and found.memory != latest.text:  # it mentions one
-        return replace(found, score=max(found.score, old.score))
+    """The newest fact, as it was `found` or made so far, which also mentions the `old` one."""
+    so_far = found or Hit(latest.id, "fact", latest.text, old.score, latest.timestamp, latest.source_seqs)
     since = "" if latest.timestamp is None else f" on {day_in_words(latest.timestamp)}"
-    text = f"{latest.text} (Replaced{since}: {old.memory})"
-    sources = tuple(sorted({*latest.source_seqs, *old.source_seqs}))
-    score = old.score if found is None else max(found.score, old.score)
-    return Hit(latest.id, "fact", text, score, latest.timestamp, sources)
+    return replace(
+        so_far,
+        memory=f"{so_far.memory} (Replaced{since}: {old.memory})",
+        score=max(so_far.score, old.score),
+        source_seqs=tuple(sorted({*so_far.source_seqs, *old.source_seqs})),
+    )
 
 
 def line_tokens(hit: Hit) -> int:

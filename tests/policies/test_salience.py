@@ -14,7 +14,14 @@ from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import GateReading, TurnView
 from undertow.engine.policies.recmem import RecMem
 from undertow.engine.policies.salience import Salience, best_for_their_length, information
-from undertow.prompts.reply_schemas import EpisodeDraft, EpisodesReply, FactsReply, Reply
+from undertow.prompts.reply_schemas import (
+    EpisodeDraft,
+    EpisodesReply,
+    FactDraft,
+    FactsReply,
+    Reply,
+    SalientReply,
+)
 
 from ..support.engine import RecordingLLM, open_engine
 from ..support.policies.driver import BAD, ROOMY, View, drive, stored
@@ -62,6 +69,9 @@ def test_each_window_is_read_once_in_one_call_and_its_turns_stay_live(tmp_path: 
         assert engine.tenant_stats("ann")["waiting_turns"] == 6
         assert asked.operation == "salient" and TELLING in asked.user and SMALL_TALK not in asked.user
         assert facts and {fact.source_seqs for fact in facts} == {(0,)}
+        told = engine.explain("ann")[3]
+        assert (told["decision"], told["salient_seqs"]) == ("waits", [0])
+        assert told["fact_ids"] == [fact.id for fact in facts]
         assert engine.usage("ann")["salient"]["calls"] == 1
         engine.flush("ann")
         assert len(llm.prompts["ann"]) == 2 and TELLING + " too" in llm.prompts["ann"][1].user
@@ -129,6 +139,17 @@ def test_a_failed_read_is_parked_without_settling_its_turns() -> None:
     done = drive(policy.decide(3, log), log, reading=GateReading(None, None), replies=[BAD])
     assert (done.outcome.decision, done.outcome.operation, done.outcome.settled) == ("parked", "salient", ())
     assert done.outcome.cluster == done.outcome.salient != ()
+
+
+def test_a_window_is_read_though_its_last_turn_is_parked() -> None:
+    log = view(*[TELLING] * 3, "Ben sold 40 canoes in Porto")
+    policy = RecMem(ROOMY, salience=Salience(4, 0.0, 1_000))
+    fact = FactDraft(text="Ben sold canoes.", kind="user_event", turns=[1], replaces=None)
+    reading = GateReading(None, None, (0, 1), (0.9,) * 2, 2)
+    done = drive(policy.decide(3, log), log, reading=reading, replies=[BAD, SalientReply(facts=[fact])])
+    parked = done.outcome
+    assert (parked.decision, parked.operation, parked.cluster) == ("parked", "episode", (0, 1, 3))
+    assert [(m.text, m.source_seqs) for m in done.made("fact")] == [("Ben sold canoes.", (2,))]
 
 
 def test_a_failed_read_takes_nothing_from_what_recurred() -> None:

@@ -47,6 +47,8 @@ from undertow.engine.tenants.registry import TenantRegistry
 from undertow.kernels.arena.arena import Arena
 
 MADE_IDS = ("episode_ids", "fact_ids")
+# A cluster that made something has left the gates, and one without use that was settled.
+TAKEN_OUT = (*MADE_IDS, "settled")
 # control records that make memories of turns
 DECIDING = ("replay", "flush")
 CONSOLIDATING = (Decision.MERGED, Decision.FIRED)
@@ -130,8 +132,9 @@ class Reports:
         Of those behind record `after_seq`, the first `limit`; None: all.
 
         `consolidated_at_seq` is the log record that took the turn out of the gates by a merge or a
-        fire (of a flush or a replay of a parked job too, the remaking after a deletion not). Deleted turns
-        say so. While a log is read again for a change of policy, it is told what that decides.
+        fire (of a flush or a replay of a parked job too, the remaking after a deletion not). Where salient
+        turns were read, `salient_seqs` names them; their facts are among `fact_ids`. Deleted turns say so.
+        While a log is read again for a change of policy, it is told what that decides.
         """
         rows = since_reread(self._rows(tenant, ["turn", "control", "decision", "job"]))
         rows = [row for row in rows if row.kind != "decision" or row.seq != BEFORE_LOG]
@@ -142,7 +145,7 @@ class Reports:
         consolidated = {
             seq: at
             for at, body in sorted(decisions.items())
-            if body["decision"] in CONSOLIDATING and at not in other and any(map(body.get, MADE_IDS))
+            if body["decision"] in CONSOLIDATING and at not in other and any(map(body.get, TAKEN_OUT))
             for seq in body.get("cluster_seqs", ())
         }
         deleted = deleted_turns(rows)
@@ -288,7 +291,6 @@ class Reports:
 
 
 def _explanation(seq: int, body: Mapping[str, Any], consolidated_at_seq: int | None) -> Report:
-    made = body if body["decision"] in CONSOLIDATING else {}
     return {
         "seq": seq,
         "decision": body["decision"],
@@ -297,5 +299,6 @@ def _explanation(seq: int, body: Mapping[str, Any], consolidated_at_seq: int | N
         "score": body.get("score"),
         "cluster_seqs": body.get("cluster_seqs", []),
         "consolidated_at_seq": consolidated_at_seq,
-        **{name: made.get(name, []) for name in MADE_IDS},
+        **{name: body.get(name, []) for name in MADE_IDS},
+        **{name: body[name] for name in ("salient_seqs",) if name in body},
     }

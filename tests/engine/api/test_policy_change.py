@@ -22,6 +22,7 @@ from ...support.engine import MARKER, NEVER, HeldLLM, RecordingLLM, ingest, open
 from ...support.faults.harness import (
     CHANGES,
     THETA,
+    WINDOWS,
     assert_same_state,
     end_state,
     reports,
@@ -283,7 +284,14 @@ def test_a_process_killed_during_a_change(
 ) -> None:
     """SIGKILL before and after commits, one run after the other; each goes on with the rest."""
     driver = shared_driver()
-    settings = {**THETA, "encoder": "hash:64", "llm_url": url, "policy": before, "window_messages": 4}
+    settings = {
+        **THETA,
+        "encoder": "hash:64",
+        "llm_url": url,
+        "policy": before,
+        **WINDOWS,
+        "window_messages": 4,
+    }
     log = write_log(tmp_path / "log.jsonl", ["ann", "bob"], 14, session_turns=2)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     ingested = driver.run(task="ingest", log=log, store=whole, settings=settings)

@@ -118,7 +118,7 @@ class Facts:
         return None
 
 
-def test_a_replaced_fact_stands_behind_the_newest_one_once() -> None:
+def test_a_replaced_fact_stands_behind_the_newest_one() -> None:
     first = living("Ann lives in Rome.", 1, 1)
     second = living("Ann lives in Oslo.", 2, 2, replaces=(first.id,))
     third = living("Ann lives in Bonn.", 3, 3, replaces=(second.id,))
@@ -130,11 +130,21 @@ def test_a_replaced_fact_stands_behind_the_newest_one_once() -> None:
     tenant: Any = Facts(first, second, third, other)
     told = as_told(tenant, found(*hits)).facts
     assert [(h.id, h.score) for h in told] == [(third.id, 0.9), (other.id, 0.8)]
-    assert told[0].memory == "Ann lives in Bonn. (Replaced on 7 May 2026: Ann lives in Rome.)"
-    assert told[0].source_seqs == (1, 3)
+    replaced = "(Replaced on 7 May 2026: Ann lives in Rome.) (Replaced on 7 May 2026: Ann lives in Oslo.)"
+    assert told[0].memory == f"Ann lives in Bonn. {replaced}"
+    assert told[0].source_seqs == (1, 2, 3)
     alone = as_told(tenant, found(hits[2])).facts
     assert [(h.id, h.score) for h in alone] == [(third.id, 0.7)], "what replaces it need not be found"
     assert as_told(tenant, found(hits[1], hits[3])).facts == (hits[1], hits[3])
+
+
+def test_facts_that_replace_each_other_in_a_circle_are_answered_from() -> None:
+    """An import may say so."""
+    first, second = (living(f"Fact {n}.", n, n, replaces=(other,)) for n, other in ((1, "x"), (2, "y")))
+    circle = replace(first, supersedes=(second.id, first.id)), replace(second, supersedes=(first.id,))
+    hits = [Hit(m.id, "fact", m.text, 0.5, m.timestamp, m.source_seqs) for m in circle]
+    tenant: Any = Facts(*circle)
+    assert [h.id for h in as_told(tenant, found(*hits)).facts] == [second.id]
 
 
 def test_an_episode_says_from_when_to_when_it_lasted(tmp_path: Path) -> None:

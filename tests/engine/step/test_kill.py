@@ -22,6 +22,7 @@ from ...support.faults.harness import (
     PARKING,
     RATES,
     THETA,
+    WINDOWS,
     Driver,
     Outcome,
     State,
@@ -173,9 +174,6 @@ def test_kills_at_the_edges_of_a_commit(
     outcome = driver.run(store=tmp_path, resume=resume, **task)
     assert outcome.status == 0 and outcome.last("settled")
     assert_same_state(end_state(tmp_path), undisturbed[0])
-
-
-WINDOWS = {"window_messages": 6, "profile": "companion", "salience_turns": 6, "quiet_share": 0.5}
 
 
 @pytest.mark.parametrize("policy", get_args(PolicyName))

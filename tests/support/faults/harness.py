@@ -118,7 +118,8 @@ def assert_same_state(state: State, expected: State) -> None:
 
 
 # in which every policy's windows close within a short log; nothing to those that have none
-WINDOWS: dict[str, Any] = {"window_messages": 8}
+# Windows that short logs fill: those of NEMORI, and of the turns that RecMem reads besides what recurs.
+WINDOWS: dict[str, Any] = {"window_messages": 8, "salience_turns": 8, "quiet_share": 0.5}
 # kinds of records and decisions that a log of `write_log` makes under each policy
 KINDS: Mapping[PolicyName, set[str]] = {
     "recmem": {"merged", "fired", "waits", "episode", "fact"},

@@ -65,7 +65,7 @@ class OracleRecMem(Oracle):
         asked = nearest is not None and score is not None and score >= self.settings.merge_threshold
         asked = asked and self._speaks(seq)
         decision, cluster, settled = self._decide(seq, nearest if asked else None)
-        if decision != "parked" and len(self._turns) % (self.settings.salience_turns or 1) == 0:
+        if len(self._turns) % (self.settings.salience_turns or 1) == 0:
             window = sorted(self._turns)[-self.settings.salience_turns :]
             if (failed := self._read(seq, window, [*self._live, seq], settled)) and decision == "waits":
                 decision, cluster = "parked", failed

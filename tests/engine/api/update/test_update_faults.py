@@ -43,7 +43,7 @@ def test_updates_between_turns_give_the_same_however_they_are_batched(
     """Of memories and of a turn; turns behind an update see the new words, those before it the old ones."""
     sick = 0.1 if policy == "recmem" else 0.02  # a window takes more calls, and is parked by any of them
     replies = MockReplies(seed, refusal_rate=0.3, empty_rate=0.2, malformed_rate=sick, malformed_sticky=True)
-    thresholds = {"theta_sim": 0.5, "theta_merge": 0.6, "theta_count": 2, "window_messages": 4}
+    thresholds = {"theta_sim": 0.5, "theta_merge": 0.6, "theta_count": 2, **WINDOWS, "window_messages": 4}
     settings = settings_of(policy=policy, batch_turns=3, **thresholds)
     turns = turns_of_topics("ann", 40)
     base = tmp_path / "base"
@@ -91,8 +91,8 @@ def shaken(memories: list[Memory], seq: int, policy: PolicyName) -> list[Memory]
         windows = {m.born_at_seq for m in memories if m.kind == "episode" and seq in m.source_seqs}
         reach = {s for m in memories if m.born_at_seq in windows for s in m.source_seqs}
         return [m for m in memories if reach.intersection(m.source_seqs)]
-    resting = [m for m in memories if seq in m.source_seqs]
-    episodes = {m.id if m.kind == "episode" else m.episode_id for m in resting}
+    resting = [m for m in memories if seq in m.reach]
+    episodes = {m.id if m.kind == "episode" else m.episode_id for m in resting} - {None}
     return [m for m in memories if m.id in episodes or m.episode_id in episodes or m in resting]
 
 
