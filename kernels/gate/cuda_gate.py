@@ -31,6 +31,8 @@ STEP_ROWS = 32
 BLOCK_THREADS = 128
 BLOCKS_PER_SM = 4
 
+# Two steps of a warp keep more bytes on their way than the memory's latency asks for.
+_STAGES = 2
 # Tasks per warp: enough that the last ones to finish leave the GPU idle only briefly.
 _TASKS_PER_WARP = 8
 # One task for each of the four schedulers of an SM, which runs 16 warps.
@@ -60,20 +62,50 @@ class Kernels(Protocol):
         """Queue a kernel with at least `warps` warps on torch's current stream; structs go by value."""
 
 
-class CupyKernels:
-    """Compiled by NVRTC for torch's current device."""
+@dataclass(frozen=True)
+class Rings:
+    """How the scan keeps rows in shared memory, one block a multiprocessor; see "rings" in gate.cu."""
 
-    def __init__(self, dim: int) -> None:
+    warps: int
+    stages: int  # steps of each warp that are on their way or being scored
+    shared_bytes: int
+
+    @classmethod
+    def fitting(cls, dim: int, shared_bytes: int) -> Rings | None:
+        """The most warps that fit, 16 at most. None for vectors so wide that fewer than four would."""
+        step_bytes = STEP_ROWS * -(-dim // 8) * 16 + 8  # with a barrier
+        warps = min(16, shared_bytes // (_STAGES * step_bytes))
+        return cls(warps, _STAGES, warps * _STAGES * step_bytes) if warps >= 4 else None
+
+    @property
+    def options(self) -> tuple[str, str]:
+        """For the compiler."""
+        return f"-DRING_WARPS={self.warps}", f"-DRING_STAGES={self.stages}"
+
+
+class CupyKernels:
+    """Compiled by NVRTC for torch's current device: with rings from compute capability 9.0 on."""
+
+    def __init__(self, dim: int, rings: Rings | None = None) -> None:
         self._cupy = importlib.import_module("cupy")
-        module = self._cupy.RawModule(code=SOURCE.read_text(), options=(f"-DDIM={dim}",))
+        card = torch.cuda.get_device_properties(torch.cuda.current_device())
+        if rings is None and card.major >= 9:
+            rings = Rings.fitting(dim, card.shared_memory_per_block_optin)
+        options = (f"-DDIM={dim}", *(rings.options if rings else ()))
+        module = self._cupy.RawModule(code=SOURCE.read_text(), options=options)
         self._functions = {name: module.get_function(name) for name in ("scan", "tally", "merge")}
-        processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        self.warps = int(processors) * BLOCKS_PER_SM * (BLOCK_THREADS // WARP)
+        self._forms = dict.fromkeys(self._functions, (BLOCK_THREADS // WARP, 0))
+        blocks = card.multi_processor_count * (1 if rings else BLOCKS_PER_SM)
+        if rings:
+            self._functions["scan"].max_dynamic_shared_size_bytes = rings.shared_bytes
+            self._forms["scan"] = (rings.warps, rings.shared_bytes)
+        self.warps = int(blocks) * self._forms["scan"][0]
 
     def launch(self, kernel: str, warps: int, *structs: NDArray[Any]) -> None:
-        blocks = -(-warps // (BLOCK_THREADS // WARP))
+        in_block, shared_bytes = self._forms[kernel]
+        blocks = -(-warps // in_block)
         with self._cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
-            self._functions[kernel]((blocks,), (BLOCK_THREADS,), structs)
+            self._functions[kernel]((blocks,), (in_block * WARP,), structs, shared_mem=shared_bytes)
 
 
 @cache

@@ -11,7 +11,10 @@
 // which is exact. So what is found does not depend on which warp finds it.
 //
 // Compiled with -DDIM=<values of a vector> for sm_80 or later. No header is included, so that NVRTC
-// needs nothing but this file. tests/cuda_shim/ compiles the same text for the host.
+// needs nothing but this file. tests/support/kernels/cuda_shim/ compiles the same text for the host.
+//
+// With -DRING_WARPS=<warps of a block> -DRING_STAGES=<steps of a warp>, for sm_90 or later, `scan` has the
+// copy engine bring the rows of the next steps into shared memory while a warp scores one: see "rings".
 
 typedef long long i64;
 typedef unsigned int u32;
@@ -82,6 +85,33 @@ __device__ __forceinline__ double widen(u32 half) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((unsigned short)half));
     return wide;
 }
+
+#ifdef RING_WARPS
+extern __shared__ __align__(128) char shared_memory[];
+
+__device__ __forceinline__ u32 shared_address(const void *place) { return (u32)__cvta_generic_to_shared(place); }
+
+// A barrier of one warp: a phase ends when lane 0 has said how many bytes to expect and all have come.
+__device__ __forceinline__ void begin_barrier(i64 *barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void expect(i64 *barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void bulk_copy(char *target, const char *source, u32 bytes, i64 *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(target)), "l"(source), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+
+// Until the phase of this parity has ended; phases are numbered from 0.
+__device__ __forceinline__ void wait_for(i64 *barrier, u32 parity) {
+    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
+                     shared_address(barrier)), "r"(parity) : "memory");
+}
+#endif
 #endif
 
 // -- scores
@@ -90,7 +120,18 @@ __device__ __forceinline__ uint4 piece_of(const char *row, int piece, bool wante
     return wanted ? __ldg((const uint4 *)row + piece) : make_uint4(0, 0, 0, 0);
 }
 
-// The scores of 32 rows with 8 queries. Rows that are not `asked` are not read, and score 0.
+#ifdef RING_WARPS
+constexpr bool RING = true;     // rows are in shared memory
+#else
+constexpr bool RING = false;
+#endif
+
+// A piece of a row, where rows are. Pieces in shared memory that were not copied hold any value.
+__device__ __forceinline__ uint4 piece_of_row(const char *row, int piece, bool wanted) {
+    return !RING ? piece_of(row, piece, wanted) : piece < PIECES ? ((const uint4 *)row)[piece] : make_uint4(0, 0, 0, 0);
+}
+
+// The scores of 32 rows with 8 queries. Rows that are not `asked` may score anything.
 //
 // Lane 4g + t reads rows g, g + 8, g + 16, g + 24 and query g, of each the pieces t, t + 4, t + 8, ...
 // An mma wants other columns from that lane, but all that matters to a dot product is that rows and
@@ -110,7 +151,7 @@ __device__ __forceinline__ void score(float (&sums)[2][4], const char *rows, u32
             const int piece = 4 * (step + s) + t;
             const bool inside = PIECES % (4 * BATCH) == 0 || piece < PIECES;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) a[s][i] = piece_of(row + 8 * i * ROW_BYTES, piece, inside && reads[i]);
+            for (int i = 0; i < 4; ++i) a[s][i] = piece_of_row(row + 8 * i * ROW_BYTES, piece, inside && reads[i]);
             b[s] = piece_of(query, piece, inside && query);
         }
 #pragma unroll
@@ -146,7 +187,7 @@ __device__ __forceinline__ double product(u32 a, u32 b) {
 __device__ __forceinline__ double exact_score(const char *row, const char *query, int lane) {
     double sum = 0;
     for (int piece = lane; piece < PIECES; piece += WARP) {
-        const uint4 a = piece_of(row, piece, true), b = piece_of(query, piece, true);
+        const uint4 a = piece_of_row(row, piece, true), b = piece_of(query, piece, true);
         sum += product(a.x, b.x) + product(a.y, b.y) + product(a.z, b.z) + product(a.w, b.w);
     }
     for (int other = WARP / 2; other > 0; other /= 2) sum += __shfl_xor_sync(ALL, sum, other);
@@ -187,9 +228,11 @@ __device__ __forceinline__ i64 insert(double *scores, i64 *rows, i64 size, i64 r
 }
 
 struct Step {
-    const char *vectors;    // the step's first row
+    const char *vectors;    // its first row, in the arena or in shared memory
     i64 row;                // this lane's row
     u32 flag;               // its flag, 0 beyond the task's last row
+    u32 asked;              // the rows that any probe asks for
+    i64 first, last;        // the probes
     i64 place;              // which task of its group this is
 };
 
@@ -230,13 +273,14 @@ __device__ __forceinline__ void judge(const Plan &plan, const Cells &cells, cons
 
 // -- tasks
 
-// The last group whose first task is not after `task`.
-__device__ __forceinline__ i64 group_of(const Plan &plan, i64 task) {
+// The last group whose first task is not after `task`, by the whole warp: each round leaves a 32nd.
+__device__ __forceinline__ i64 group_of(const Plan &plan, i64 task, int lane) {
     i64 low = 0, high = plan.groups;
     while (high - low > 1) {
-        const i64 middle = (low + high) / 2;
-        if (plan.task[middle] <= task) low = middle;
-        else high = middle;
+        const i64 part = (high - low + WARP - 1) / WARP, mine = low + lane * part;
+        const u32 before = __ballot_sync(ALL, mine < high && plan.task[mine] <= task);
+        low += (__popc(before) - 1) * part;
+        high = low + part < high ? low + part : high;
     }
     return low;
 }
@@ -261,14 +305,14 @@ __device__ __forceinline__ bool hopeful(const Plan &plan, const float (&sums)[2]
 }
 
 // Put the probes [p, last), at most 8 of them, to the 32 rows of a step.
-__device__ __forceinline__ void ask(const Plan &plan, const Cells &cells, const Step &step, u32 asked, i64 p, i64 last, int lane) {
+__device__ __forceinline__ void ask(const Plan &plan, const Cells &cells, const Step &step, i64 p, int lane) {
     const i64 mine = p + lane / 4;
-    const char *query = mine < last ? plan.queries + plan.query[mine] * ROW_BYTES : nullptr;
+    const char *query = mine < step.last ? plan.queries + plan.query[mine] * ROW_BYTES : nullptr;
     float sums[2][4] = {};
-    score(sums, step.vectors, asked, query, lane);
+    score(sums, step.vectors, step.asked, query, lane);
     const i64 pair = p + lane % 4 * 2;
-    const u32 even = __ballot_sync(ALL, hopeful(plan, sums, 0, pair, last));
-    const u32 odd = __ballot_sync(ALL, hopeful(plan, sums, 1, pair + 1, last));
+    const u32 even = __ballot_sync(ALL, hopeful(plan, sums, 0, pair, step.last));
+    const u32 odd = __ballot_sync(ALL, hopeful(plan, sums, 1, pair + 1, step.last));
     if (!(even | odd)) return;
 #pragma unroll 1
     for (int j = 0; j < ABREAST; ++j) {
@@ -277,36 +321,111 @@ __device__ __forceinline__ void ask(const Plan &plan, const Cells &cells, const 
     }
 }
 
-__device__ __forceinline__ void run(const Plan &plan, const Cells &cells, i64 task, int lane) {
-    const i64 g = group_of(plan, task), first = plan.first[g], last = plan.first[g + 1];
-    const char *vectors = (const char *)plan.vectors[g];
-    const u8 *flags = (const u8 *)plan.flags[g];
-    const i64 place = task - plan.task[g], begin = place * plan.stride[g];
-    const i64 end = begin + plan.stride[g] < plan.rows[g] ? begin + plan.stride[g] : plan.rows[g];
-    const u32 wanted = open_cells(plan, cells, first, last, place, lane);
-    for (i64 base = begin; base < end; base += STEP_ROWS) {
-        const i64 row = base + lane;
-        const u32 flag = row < end ? flags[row] : 0;
-        const u32 asked = __ballot_sync(ALL, (flag & wanted) != 0);
-        if (!asked) continue;
-        const Step step = {vectors + base * ROW_BYTES, row, flag, place};
-        for (i64 p = first; p < last; p += ABREAST) ask(plan, cells, step, asked, p, last, lane);
+__device__ __forceinline__ void ask_all(const Plan &plan, const Cells &cells, const Step &step, int lane) {
+    for (i64 p = step.first; p < step.last; p += ABREAST) ask(plan, cells, step, p, lane);
+}
+
+struct Task {
+    i64 first, last;        // its probes
+    i64 place;              // which of its group's tasks it is
+    const char *vectors;    // of the group's first row
+    const u8 *flags;
+    i64 base, end;          // the rows that are left
+    u32 wanted;             // rows with one of these flags
+    u32 flag;               // of this lane's row of the next step, read ahead of its use
+};
+
+// The flag of this lane's row of the step at `base`, 0 beyond the task's last row.
+__device__ __forceinline__ u32 flag_at(const Task &task, int lane) {
+    return task.base + lane < task.end ? task.flags[task.base + lane] : 0;
+}
+
+// The next task of the list, its cells emptied; false: none is left.
+__device__ __forceinline__ bool take(Task &task, const Plan &plan, const Cells &cells, int lane) {
+    i64 number = 0;
+    if (lane == 0) number = atomicAdd((unsigned long long *)cells.next_task, 1ull);
+    number = __shfl_sync(ALL, number, 0);
+    if (number >= plan.tasks) return false;
+    const i64 g = group_of(plan, number, lane);
+    task.first = plan.first[g];
+    task.last = plan.first[g + 1];
+    task.place = number - plan.task[g];
+    task.vectors = (const char *)plan.vectors[g];
+    task.flags = (const u8 *)plan.flags[g];
+    task.base = task.place * plan.stride[g];
+    task.end = task.base + plan.stride[g] < plan.rows[g] ? task.base + plan.stride[g] : plan.rows[g];
+    task.flag = flag_at(task, lane);
+    task.wanted = open_cells(plan, cells, task.first, task.last, task.place, lane);
+    return true;
+}
+
+// The next step in which a row is asked for, of this task or of those that follow; false: none is left.
+__device__ __forceinline__ bool next_step(Step &step, Task &task, const Plan &plan, const Cells &cells, int lane) {
+    for (;;) {
+        if (task.base >= task.end && !take(task, plan, cells, lane)) return false;
+        const u32 asked = __ballot_sync(ALL, (task.flag & task.wanted) != 0);
+        step = {task.vectors + task.base * ROW_BYTES, task.base + lane, task.flag, asked, task.first, task.last, task.place};
+        task.base += STEP_ROWS;
+        task.flag = flag_at(task, lane);
+        if (asked) return true;
     }
 }
 
 // -- kernels
 
+#ifdef RING_WARPS
+// -- rings: each warp has RING_STAGES steps on their way into shared memory, and scores the oldest
+
+constexpr int STEP_BYTES = STEP_ROWS * ROW_BYTES;
+
+// Have the rows that are asked for brought to `target`.
+__device__ __forceinline__ void fetch(char *target, const Step &step, i64 *barrier, int lane) {
+    if (lane == 0) expect(barrier, __popc(step.asked) * ROW_BYTES);
+    __syncwarp();
+    if (step.asked == ALL) {
+        if (lane == 0) bulk_copy(target, step.vectors, STEP_BYTES, barrier);
+    } else if (step.asked >> lane & 1) {
+        bulk_copy(target + lane * ROW_BYTES, step.vectors + lane * ROW_BYTES, ROW_BYTES, barrier);
+    }
+}
+
+// Fill the cells of all tasks. Shared memory: RING_WARPS * RING_STAGES * (STEP_BYTES + 8) bytes.
+extern "C" __global__ void __launch_bounds__(RING_WARPS * WARP, 1) scan(const Plan plan, const Cells cells) {
+    const int lane = threadIdx.x % WARP, ring = threadIdx.x / WARP * RING_STAGES;
+    char *rows = shared_memory + ring * STEP_BYTES;
+    i64 *barriers = (i64 *)(shared_memory + RING_WARPS * RING_STAGES * STEP_BYTES) + ring;
+    if (lane < RING_STAGES) begin_barrier(barriers + lane);
+    __syncwarp();
+    Task task = {};
+    Step steps[RING_STAGES];
+    bool there[RING_STAGES];
+#pragma unroll
+    for (int s = 0; s < RING_STAGES; ++s) {
+        there[s] = next_step(steps[s], task, plan, cells, lane);
+        if (there[s]) fetch(rows + s * STEP_BYTES, steps[s], barriers + s, lane);
+    }
+    for (u32 parity = 0;; parity ^= 1) {
+#pragma unroll
+        for (int s = 0; s < RING_STAGES; ++s) {
+            if (!there[s]) return;  // steps end in order, so nothing is on its way
+            wait_for(barriers + s, parity);
+            steps[s].vectors = rows + s * STEP_BYTES;
+            ask_all(plan, cells, steps[s], lane);
+            __syncwarp();  // all have read before other rows come
+            there[s] = next_step(steps[s], task, plan, cells, lane);
+            if (there[s]) fetch(rows + s * STEP_BYTES, steps[s], barriers + s, lane);
+        }
+    }
+}
+#else
 // Fill the cells of all tasks. Any grid of blocks of BLOCK_THREADS does; the card should be full.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM) scan(const Plan plan, const Cells cells) {
     const int lane = threadIdx.x % WARP;
-    for (;;) {
-        i64 task = 0;
-        if (lane == 0) task = atomicAdd((unsigned long long *)cells.next_task, 1ull);
-        task = __shfl_sync(ALL, task, 0);
-        if (task >= plan.tasks) return;
-        run(plan, cells, task, lane);
-    }
+    Task task = {};
+    Step step;
+    while (next_step(step, task, plan, cells, lane)) ask_all(plan, cells, step, lane);
 }
+#endif
 
 // Add up the counts of each probe: a warp a probe.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) tally(const Plan plan, const Cells cells, const Found found) {

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from undertow.kernels.error_bounds import MAX_NORM, tensor_core_slack
 from undertow.kernels.gate import gate as gate_module
 from undertow.kernels.gate import plan as plan_module
-from undertow.kernels.gate.cuda_gate import SOURCE, CudaGate
+from undertow.kernels.gate.cuda_gate import SOURCE, CudaGate, Rings
 from undertow.kernels.gate.gate import Gate, GateReadings, Probes
 from undertow.kernels.gate.plan import (
     MAX_SPACE_BYTES,
@@ -39,6 +39,7 @@ from ..support.kernels.gate_worlds import (
     NUMBA,
     NUMPY_ON_DEVICE,
     PLANNED,
+    RING_SHIM,
     SHIM,
     Backend,
     World,
@@ -49,6 +50,7 @@ from ..support.kernels.gate_worlds import (
     shim_arena,
     shim_gate,
     shim_library,
+    shim_rings,
     unit,
 )
 from ..support.oracles.gate import cosine
@@ -71,7 +73,7 @@ def many_questions(rng: np.random.Generator, pool: NDArray[np.float16]) -> dict[
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_width_reads_as_the_cpu_does(dim: int) -> None:
     rng = np.random.default_rng(dim)
-    world, pool = close_world(rng, dim, NUMBA, SHIM)
+    world, pool = close_world(rng, dim, NUMBA, SHIM, RING_SHIM)
     asked = many_questions(rng, pool)
     for name, value in {"turn_segments": 4, "visible": EVERYTHING, "theta": -1.0, "k": 20}.items():
         asked[name][0] = value
@@ -85,7 +87,7 @@ def test_every_width_reads_as_the_cpu_does(dim: int) -> None:
 @given(seed=st.integers(0, 2**32), dim=st.sampled_from([64, 72]), segments=st.integers(1, 40))
 def test_ragged_batches_read_as_the_cpu_does(seed: int, dim: int, segments: int) -> None:
     rng = np.random.default_rng(seed)
-    world = World(dim, NUMBA, SHIM)
+    world = World(dim, NUMBA, SHIM, RING_SHIM)
     sizes = np.minimum(rng.zipf(1.6, segments), 700) - rng.integers(0, 2, segments)
     pool = fill(world, rng, dim, tuple(sizes.tolist()))
     asked = questions(rng, pool, 60)
@@ -116,7 +118,7 @@ def tall_world(*backends: Backend) -> tuple[World, dict[str, Any]]:
 
 
 def test_all_rows_above_theta_none_and_exact_ties() -> None:
-    world, asked = tall_world(NUMBA, SHIM)
+    world, asked = tall_world(NUMBA, SHIM, RING_SHIM)
     readings = world.read(asked)
     assert readings.count[0] > 2000
     assert readings.cut_bound.tolist() == [True, readings.count[1] > 100, True, False, False]
@@ -282,8 +284,11 @@ def test_a_batch_read_in_parts_reads_as_the_whole(backend: Backend, monkeypatch:
 MUTANTS = {
     "no causal mask": ("step.row < plan.limit[p] && ", ""),
     "no live mask": ("&& (step.flag & plan.flag[p]);", ";"),
-    "no clamp at the last row": ("row < end ? flags[row] : 0", "flags[row]"),
-    "dead rows are asked": ("__ballot_sync(ALL, (flag & wanted) != 0)", "__ballot_sync(ALL, true)"),
+    "no clamp at the last row": (
+        "task.base + lane < task.end ? task.flags[task.base + lane] : 0",
+        "task.flags[task.base + lane]",
+    ),
+    "dead rows are asked": ("__ballot_sync(ALL, (task.flag & task.wanted) != 0)", "__ballot_sync(ALL, true)"),
     "one flag for the whole group": (
         "return __reduce_or_sync(ALL, wanted);",
         "return __shfl_sync(ALL, wanted, 0);",
@@ -307,7 +312,7 @@ MUTANTS = {
     "scores of the wrong row": ("lane % 8 * 4 + j / 2", "lane / 4 * 4 + j / 2"),
     "first probes of a chunk only": ("p += ABREAST) ask", "p += last) ask"),
     "query of the neighbour": ("const i64 mine = p + lane / 4;", "const i64 mine = p + lane % 4;"),
-    "first task of a group only": ("const i64 place = task - plan.task[g],", "const i64 place = 0,"),
+    "first task of a group only": ("task.place = number - plan.task[g];", "task.place = 0;"),
     "list of the neighbouring task": (
         "cells.rows + plan.list[p] + step.place * room",
         "cells.rows + plan.list[p]",
@@ -322,7 +327,10 @@ MUTANTS = {
         "rows[place] = row;\n    }\n    __syncwarp();",
         "rows[place] = row;\n    }",
     ),
-    "a collective that not all lanes reach": ("if (!asked) continue;", "if (!(flag & wanted)) continue;"),
+    "a collective that not all lanes reach": (
+        "if (asked) return true;",
+        "if (task.flag & task.wanted) return true;",
+    ),
 }
 
 
@@ -371,12 +379,12 @@ def hard_cases() -> list[tuple[World, dict[str, Any]]]:
     return [*cases, tall_world(NUMBA, SHIM)]
 
 
-def hard_reads(library: ctypes.CDLL) -> None:
+def hard_reads(library: ctypes.CDLL, rings: Rings | None = None) -> None:
     """Read hard cases by a library; AssertionError or ShimError where it errs."""
     for world, asked in hard_cases():
         reference = world.backends[0].gate(world.arenas[0]).read(**asked)
         for descending in (False, True):
-            kernels = ShimKernels(library, 64, cut_block=4, descending=descending)
+            kernels = ShimKernels(library, 64, cut_block=4, descending=descending, rings=rings)
             same(reference, poisoned_read(CudaGate(world.arenas[1], kernels), asked))
 
 
@@ -393,13 +401,34 @@ def poisoned_read(gate: Gate, asked: dict[str, Any]) -> Any:
 
 
 def test_the_right_kernel_passes_what_wrong_ones_are_put_to() -> None:
-    hard_reads(shim_library(64))
+    for stages in (0, 1, 2, 3):
+        hard_reads(shim_library(64, stages), shim_rings(64, stages))
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_planted_error_is_found(name: str, tmp_path: Path) -> None:
-    right, wrong = MUTANTS[name]
-    text = SOURCE.read_text()
+RING_MUTANTS = {
+    "rows are scored before they came": ("wait_for(barriers + s, parity);", ""),
+    "the phase never changes": ("parity ^= 1", "parity ^= 0"),
+    "a slot is filled before all have read it": (
+        "ask_all(plan, cells, steps[s], lane);",
+        "fetch(rows + s * STEP_BYTES, steps[s], barriers + s, lane); ask_all(plan, cells, steps[s], lane);",
+    ),
+    "bytes of the whole step are expected": ("__popc(step.asked) * ROW_BYTES", "STEP_BYTES"),
+    "rows that nobody asks for are copied": ("} else if (step.asked >> lane & 1) {", "} else {"),
+    "all rows go to the first place": ("bulk_copy(target + lane * ROW_BYTES,", "bulk_copy(target,"),
+    "one slot for all steps": ("steps[s].vectors = rows + s * STEP_BYTES;", "steps[s].vectors = rows;"),
+    "a warp leaves while rows are on their way": (
+        "if (!there[s]) return;",
+        "if (!there[(s + 1) % RING_STAGES]) return;",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"), [*((name, 0) for name in MUTANTS), *((name, 2) for name in RING_MUTANTS)]
+)
+def test_a_planted_error_is_found(name: str, stages: int, tmp_path: Path) -> None:
+    right, wrong = (RING_MUTANTS if stages else MUTANTS)[name]
+    text, rings = SOURCE.read_text(), shim_rings(64, stages)
     assert text.count(right) == 1
     with pytest.raises((AssertionError, ShimError, RuntimeError, IndexError, ValueError)):
-        hard_reads(build(tmp_path, 64, text.replace(right, wrong)))
+        hard_reads(build(tmp_path, 64, text.replace(right, wrong), rings), rings)

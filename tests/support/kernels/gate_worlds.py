@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import Arena, make_arena
 from undertow.kernels.arena.device_memory import DeviceMemory
-from undertow.kernels.gate.cuda_gate import CudaGate
+from undertow.kernels.gate.cuda_gate import CudaGate, Rings
 from undertow.kernels.gate.gate import Gate, GateReadings, PlannedGate, Probes
 
 from ..oracles.gate import Row, Store, cosine, nearest, relevant
@@ -35,20 +35,26 @@ class Backend:
     gate: Callable[[Arena], Gate]
 
 
+def shim_rings(dim: int, stages: int) -> Rings | None:
+    """Rings of so many stages for two warps; None for 0 stages, the scan of cards before sm_90."""
+    return Rings(2, stages, shared_bytes=0) if stages else None
+
+
 @cache
-def shim_library(dim: int) -> Any:
+def shim_library(dim: int, stages: int = 0) -> Any:
     if COMPILER is None:
         pytest.skip("g++ is not installed: gate.cu cannot run without a card")
-    return build(Path(_LIBRARIES.name), dim)
+    return build(Path(_LIBRARIES.name), dim, rings=shim_rings(dim, stages))
 
 
 def shim_arena(dim: int, nbytes: int = POOL_BYTES) -> Arena:
     return Arena(dim, DeviceMemory(dim, "cpu", nbytes))
 
 
-def shim_gate(arena: Arena, **options: Any) -> CudaGate:
+def shim_gate(arena: Arena, stages: int = 0, **options: Any) -> CudaGate:
     """The CUDA gate, host code and kernels, on the CPU; options as in `ShimKernels`."""
-    return CudaGate(arena, ShimKernels(shim_library(arena.dim), arena.dim, **options))
+    library, rings = shim_library(arena.dim, stages), shim_rings(arena.dim, stages)
+    return CudaGate(arena, ShimKernels(library, arena.dim, rings=rings, **options))
 
 
 def numba_gate(arena: Arena, threads: int = 3) -> Gate:
@@ -80,9 +86,10 @@ NUMPY_ON_DEVICE = Backend("numpy-device", shim_arena, Gate)
 NUMBA = Backend("numba", host_arena, numba_gate)
 PLANNED = Backend("numba-planned", host_arena, planned_gate)
 SHIM = Backend("shim", shim_arena, shim_gate)
+RING_SHIM = Backend("shim-rings", shim_arena, partial(shim_gate, stages=2))
 CUDA = Backend("cuda", lambda dim: make_arena(dim, "cuda", 512 << 20), CudaGate)
-ON_CPU = (NUMPY, NUMBA, PLANNED, SHIM)
-EACH = [*(NUMPY, NUMPY_ON_DEVICE, NUMBA, PLANNED, SHIM), pytest.param(CUDA, marks=pytest.mark.gpu)]
+ON_CPU = (NUMPY, NUMBA, PLANNED, SHIM, RING_SHIM)
+EACH = [*(NUMPY, NUMPY_ON_DEVICE, NUMBA, PLANNED, SHIM, RING_SHIM), pytest.param(CUDA, marks=pytest.mark.gpu)]
 
 
 def unit(vectors: NDArray[Any]) -> NDArray[np.float16]:

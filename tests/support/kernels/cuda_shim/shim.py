@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.kernels.gate.cuda_gate import BLOCK_THREADS, SOURCE, WARP
+from undertow.kernels.gate.cuda_gate import BLOCK_THREADS, SOURCE, WARP, Rings
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
@@ -23,14 +23,15 @@ class ShimError(Exception):
     """What no device would forgive: lanes in different collectives, a read out of bounds."""
 
 
-def build(folder: Path, dim: int, source: str | None = None) -> ctypes.CDLL:
-    """Compile gate.cu (or the text given in its place) for the host."""
+def build(folder: Path, dim: int, source: str | None = None, rings: Rings | None = None) -> ctypes.CDLL:
+    """Compile gate.cu (or the text given in its place) for the host; with rings as for sm_90."""
     number = next(n for n in itertools.count() if not (folder / f"{n}.so").exists())
     target, text = folder / f"{number}.so", folder / f"{number}.cu"
     text.write_text(SOURCE.read_text() if source is None else source)
     command = [
         *(str(COMPILER), "-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas"),
         "-U_FORTIFY_SOURCE",  # whose check of longjmp knows one stack only
+        *(rings.options if rings else ()),
         *(f"-DDIM={dim}", f'-DSOURCE="{text}"', str(HERE / "host.cpp"), "-o", str(target)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -42,21 +43,32 @@ def build(folder: Path, dim: int, source: str | None = None) -> ctypes.CDLL:
 
 
 class ShimKernels:
-    """cut_block: how many products an mma adds at a time, cutting bits off; 0 for plain fp32 sums."""
+    """cut_block: how many products an mma adds at a time, cutting bits off; 0 for plain fp32 sums.
 
-    def __init__(self, library: ctypes.CDLL, dim: int, cut_block: int = 0, descending: bool = False) -> None:
+    rings: as the library was built with.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        dim: int,
+        cut_block: int = 0,
+        descending: bool = False,
+        rings: Rings | None = None,
+    ) -> None:
         self.warps = 8  # one of them takes all tasks, as warps run one after the other
+        self._in_block = {"scan": rings.warps} if rings else {}
         self._library, self._row_bytes = library, -(-dim // 8) * 16
         self._cut_block, self._descending = cut_block, descending
 
     def launch(self, kernel: str, warps: int, *structs: NDArray[Any]) -> None:
-        blocks = -(-warps // (BLOCK_THREADS // WARP))
+        in_block = self._in_block.get(kernel, BLOCK_THREADS // WARP)
         addresses = (ctypes.c_void_p * len(structs))(*(struct.ctypes.data for struct in structs))
         ranges = self._readable(structs[0])
         error = self._library.launch(
             KERNELS.index(kernel),
-            blocks,
-            BLOCK_THREADS,
+            -(-warps // in_block),
+            in_block * WARP,
             addresses,
             self._cut_block,
             ctypes.c_bool(self._descending),

@@ -14,6 +14,7 @@
 #include <cstring>
 #include <string>
 #include <ucontext.h>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -194,10 +195,42 @@ inline void run_warp(void (*body)()) {
     }
 }
 
+// The copy engine: bytes arrive when a lane waits for them, no sooner; until then the target holds noise.
+struct Copy {
+    char *target;
+    const char *source;
+    unsigned bytes;
+    const void *barrier;
+};
+struct Barrier {
+    unsigned phase, expected;
+    bool begun;
+};
+inline std::vector<Copy> copies;
+inline std::vector<std::pair<const void *, Barrier>> barriers;
+
+inline Barrier &barrier_at(const void *place) {
+    for (auto &[at, barrier] : barriers)
+        if (at == place) return barrier;
+    fail("a barrier that was not begun");
+    barriers.push_back({place, {}});
+    return barriers.back().second;
+}
+
+inline void check_readable(const char *source, size_t bytes) {
+    const uintptr_t at = (uintptr_t)source;
+    const auto after = std::upper_bound(readable.begin(), readable.end(), at,
+                                        [](uintptr_t address, const Range &range) { return address < range.begin; });
+    if (after == readable.begin() || at + bytes > (after - 1)->end) fail("a read outside of the rows that were asked for");
+    if (at % 16) fail("a read that is not aligned to 16 bytes");
+}
+
 // Run a kernel with so many blocks; what went wrong, or nullptr.
 inline const char *launch(void (*body)(), unsigned blocks, unsigned threads) {
     static std::string told;
     error.clear();
+    copies.clear();
+    barriers.clear();
     if (blocks == 0) fail("a launch of no blocks");
     for (unsigned b = 0; b < blocks && error.empty(); ++b)
         for (unsigned t = 0; t < threads && error.empty(); t += LANES) {
@@ -205,6 +238,7 @@ inline const char *launch(void (*body)(), unsigned blocks, unsigned threads) {
             warp.thread_base = {t};
             run_warp(body);
         }
+    if (!copies.empty()) fail("rows are on their way to a warp that has left");
     told = error;
     return told.empty() ? nullptr : told.c_str();
 }
@@ -253,23 +287,56 @@ inline unsigned long long atomicAdd(unsigned long long *place, unsigned long lon
     return before;
 }
 
-// Rows and queries are all that kernels read this way: a read outside of them is reported.
-inline uint4 __ldg(const uint4 *place) {
-    const uintptr_t at = (uintptr_t)place;
-    const auto after = std::upper_bound(simt::readable.begin(), simt::readable.end(), at,
-                                        [](uintptr_t address, const simt::Range &range) { return address < range.begin; });
-    if (after == simt::readable.begin() || at + sizeof(uint4) > (after - 1)->end) {
-        simt::fail("a read outside of the rows that were asked for");
-        return {};
-    }
-    if (at % sizeof(uint4)) simt::fail("a read that is not aligned to 16 bytes");
-    return *place;
-}
-
 inline void mma(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
     const unsigned operands[6] = {a0, a1, a2, a3, b0, b1};
     std::memcpy(simt::mine().operands, operands, sizeof operands);
     std::memcpy(simt::mine().sums, sums, sizeof sums);
     std::memcpy(sums, simt::meet(simt::Kind::mma, 0xffffffffu).sums, sizeof sums);
 }
+
+alignas(128) inline char shared_memory[232448];
+
+inline void begin_barrier(long long *place) {
+    for (auto &[at, barrier] : simt::barriers)
+        if (at == place) {
+            barrier = {0, 0, true};
+            return;
+        }
+    simt::barriers.push_back({place, {0, 0, true}});
+}
+inline void expect(long long *place, unsigned bytes) {
+    simt::Barrier &barrier = simt::barrier_at(place);
+    if (barrier.expected) simt::fail("a barrier expects bytes while others are on their way to it");
+    barrier.expected = bytes;
+}
+inline void bulk_copy(char *target, const char *source, unsigned bytes, long long *place) {
+    if (bytes % 16 || (uintptr_t)target % 16) simt::fail("a copy in bulk that is not in units of 16 bytes");
+    if (target < shared_memory || target + bytes > shared_memory + sizeof shared_memory) simt::fail("a copy beyond shared memory");
+    simt::check_readable(source, bytes);
+    std::memset(target, 0xff, bytes);
+    simt::copies.push_back({target, source, bytes, place});
+}
+inline void wait_for(long long *place, unsigned parity) {
+    simt::meet(simt::Kind::sync, 0xffffffffu);  // the lanes before this one must not wait for its copies
+    simt::Barrier &barrier = simt::barrier_at(place);
+    if ((barrier.phase & 1) != parity) return;
+    unsigned came = 0;
+    for (const simt::Copy &copy : simt::copies)
+        if (copy.barrier == place) {
+            std::memcpy(copy.target, copy.source, copy.bytes);
+            came += copy.bytes;
+        }
+    simt::copies.erase(std::remove_if(simt::copies.begin(), simt::copies.end(),
+                                      [&](const simt::Copy &copy) { return copy.barrier == place; }),
+                       simt::copies.end());
+    if (came == 0 || came != barrier.expected) simt::fail("a wait for bytes that do not come, or are not expected");
+    barrier.expected = 0;
+    ++barrier.phase;
+}
+// Rows and queries are all that kernels read this way, or copy: a read outside of them is reported.
+inline uint4 __ldg(const uint4 *place) {
+    simt::check_readable((const char *)place, sizeof(uint4));
+    return simt::error.empty() ? *place : uint4{};
+}
+
 inline double widen(unsigned half) { return simt::half_value(half & 0xffff); }
