@@ -88,14 +88,14 @@ class CupyKernels:
 
     def __init__(self, dim: int, rings: Rings | None = None) -> None:
         self._cupy = importlib.import_module("cupy")
-        card = torch.cuda.get_device_properties(torch.cuda.current_device())
-        if rings is None and card.major >= 9:
-            rings = Rings.fitting(dim, card.shared_memory_per_block_optin)
+        card = self._cupy.cuda.Device(torch.cuda.current_device())
+        if rings is None and int(card.compute_capability) >= 90:
+            rings = Rings.fitting(dim, card.attributes["MaxSharedMemoryPerBlockOptin"])
         options = (f"-DDIM={dim}", *(rings.options if rings else ()))
         module = self._cupy.RawModule(code=SOURCE.read_text(), options=options)
         self._functions = {name: module.get_function(name) for name in ("scan", "tally", "merge")}
         self._forms = dict.fromkeys(self._functions, (BLOCK_THREADS // WARP, 0))
-        blocks = card.multi_processor_count * (1 if rings else BLOCKS_PER_SM)
+        blocks = card.attributes["MultiProcessorCount"] * (1 if rings else BLOCKS_PER_SM)
         if rings:
             self._functions["scan"].max_dynamic_shared_size_bytes = rings.shared_bytes
             self._forms["scan"] = (rings.warps, rings.shared_bytes)

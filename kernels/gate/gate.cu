@@ -29,7 +29,9 @@ constexpr int ROW_BYTES = PIECES * 16;
 constexpr int COLUMN_STEPS = (PIECES + 3) / 4;      // 32 values of a row each: one piece for each of 4 lanes
 constexpr int BATCH = COLUMN_STEPS < 3 ? COLUMN_STEPS : 3;  // 12 loads of 16 bytes of rows on their way
 constexpr int BLOCK_THREADS = 128;
+#ifndef RING_WARPS
 constexpr int BLOCKS_PER_SM = 4;                    // 16 warps, each with some 6 KB on their way
+#endif
 
 struct Plan {
     const char *queries;    // [q] rows as in the arena

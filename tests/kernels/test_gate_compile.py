@@ -11,9 +11,11 @@ from typing import NoReturn
 
 import pytest
 
-from undertow.kernels.gate.cuda_gate import BLOCK_THREADS, BLOCKS_PER_SM, SOURCE
+from undertow.kernels.gate.cuda_gate import BLOCK_THREADS, BLOCKS_PER_SM, SOURCE, WARP, Rings
 
 REGISTERS_PER_SM = 65_536
+# of sm_90, for one block
+SHARED_BYTES = 227 << 10
 
 
 @pytest.fixture
@@ -41,6 +43,27 @@ def test_it_compiles_without_spills_and_fills_the_card(
     assert spills and set(spills) == {("0", "0", "0")}
     registers = max(int(count) for count in re.findall(r"Used (\d+) registers", report))
     assert registers * BLOCK_THREADS * BLOCKS_PER_SM <= REGISTERS_PER_SM
+
+
+@pytest.mark.parametrize("dim", [8, 64, 384, 448])
+def test_with_rings_it_fills_the_shared_memory_of_sm_90(dim: int, nvcc: str, tmp_path: Path) -> None:
+    rings = Rings.fitting(dim, SHARED_BYTES)
+    assert rings and rings.warps * rings.stages * dim * 2 * 32 > SHARED_BYTES * (0.8 if dim >= 128 else 0.0)
+    options = (
+        "-cubin",
+        "-arch=sm_90",
+        f"-DDIM={dim}",
+        *rings.options,
+        "-Xptxas",
+        "-v",
+        "-Werror",
+        "all-warnings",
+    )
+    report = compiled(nvcc, tmp_path, *options)
+    assert set(re.findall(r"(\d+) bytes spill", report)) == {"0"}
+    registers = max(int(count) for count in re.findall(r"Used (\d+) registers", report))
+    assert registers * rings.warps * WARP <= REGISTERS_PER_SM
+    assert Rings.fitting(768, SHARED_BYTES) is None, "four warps with two steps each do not fit"
 
 
 def test_the_scan_keeps_many_loads_on_their_way(nvcc: str, tmp_path: Path) -> None:
