@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import NoReturn
 
 import pytest
@@ -65,6 +65,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.config.getoption("--require-gpu"):
         pytest.fail(f"a GPU is required, but {reason}", pytrace=False)
     pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, object]:
+    """A file with tests for the gpu is not skipped as a whole where a GPU is required."""
+    report = yield
+    if report.outcome != "skipped" or not collector.config.getoption("--require-gpu"):
+        return report
+    if "mark.gpu" in collector.path.read_text(encoding="utf-8"):
+        report.outcome = "failed"
+        report.longrepr = f"a GPU is required, with all that its tests need, but {report.longrepr}"
+    return report
 
 
 @pytest.fixture

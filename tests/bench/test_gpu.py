@@ -91,7 +91,8 @@ def test_every_part_has_goals_and_leaves_none_out() -> None:
     for part in PARTS:
         left = unmeasured(part, "not measured: reason")
         assert [f.key for f in left.figures] == [g.key for g in GOALS[part]] != []
-        assert all(f.note == "not measured: reason" and f.target for f in left.figures)
+        assert all(f.note == "not measured: reason" for f in left.figures)
+        assert any(f.target for f in left.figures)
 
 
 def test_the_quick_run_keeps_the_sizes_that_the_goals_name() -> None:
@@ -215,8 +216,8 @@ def test_what_cannot_be_measured_ends_with_2(flags: list[str], problem: str) -> 
 @pytest.mark.parametrize(
     ("parts", "absent"),
     [
-        ("gate, topk", "numba faiss lance pyarrow pydantic orjson transformers typer"),
-        ("encoder", "numba faiss lance pyarrow pydantic pydantic_settings orjson filelock obstore"),
+        ("gate, topk", "faiss lance pyarrow pydantic orjson transformers typer"),
+        ("encoder", "faiss lance pyarrow pydantic pydantic_settings orjson filelock obstore"),
     ],
 )
 def test_a_part_is_measured_without_the_packages_that_it_does_not_need(parts: str, absent: str) -> None:

@@ -10,6 +10,8 @@ import importlib
 import json
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +32,7 @@ from ..support.kernels.gate_worlds import (
     fill,
     questions,
     same,
+    shim_arena,
     unit,
 )
 from .test_gate_shim import DIMS, adversarial, many_questions, rising_world, tall_world, thin_world
@@ -61,9 +64,10 @@ def test_hard_cases_read_as_the_reference_does(case: Any) -> None:
 
 
 def test_ragged_batches_read_as_the_reference_does() -> None:
+    roomy = replace(NUMPY_ON_DEVICE, arena=partial(shim_arena, nbytes=128 << 20))
     for seed in range(10):
         rng = np.random.default_rng(seed)
-        world = World(384, NUMPY_ON_DEVICE, CUDA)
+        world = World(384, roomy, CUDA)
         sizes = np.minimum(rng.zipf(1.5, 60), 2000) - rng.integers(0, 2, 60)
         pool = fill(world, rng, 384, tuple(sizes.tolist()))
         asked = questions(rng, pool, 200)

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from undertow.kernels.error_bounds import MAX_NORM, tensor_core_slack
 from undertow.kernels.gate import gate as gate_module
-from undertow.kernels.gate import plan as plan_module
 from undertow.kernels.gate.cuda_gate import SOURCE, CudaGate, Rings
 from undertow.kernels.gate.gate import Gate, GateReadings, Probes
 from undertow.kernels.gate.plan import (
@@ -29,7 +28,6 @@ from undertow.kernels.gate.plan import (
     Plan,
     ProbeBatch,
     TaskLimits,
-    group,
     lay_out,
 )
 
@@ -240,13 +238,14 @@ def test_a_plan_keeps_within_its_space(queries: int, tenants: int, rows: int, k:
     asked = ProbeBatch(
         query=np.arange(queries),
         segment=np.arange(queries) % tenants,
+        vectors=np.zeros(queries, np.int64),
+        flags=np.zeros(queries, np.int64),
         limit=np.full(queries, rows),
         flag=np.ones(queries, np.int64),
         theta=np.full(queries, -np.inf),
         k=np.full(queries, k),
     )
-    addresses = np.zeros(tenants, np.int64)
-    plan = lay_out(asked, *group(asked), (addresses, addresses), cut)
+    plan = lay_out(asked, cut, lambda size: np.empty(size, np.int64), MAX_SPACE_BYTES)
     assert plan.space_bytes == 16 * int(plan.probe_cell[-1] + plan.probe_list[-1])
     assert plan.space_bytes <= MAX_SPACE_BYTES
     assert np.diff(plan.probe_cell).max() <= MAX_TASKS
@@ -272,8 +271,7 @@ def test_a_batch_read_in_parts_reads_as_the_whole(backend: Backend, monkeypatch:
         return run(probes, plan)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(gate, "_run", counted)
-    for module in (gate_module, plan_module):
-        monkeypatch.setattr(module, "MAX_SPACE_BYTES", 1024)
+    monkeypatch.setattr(gate_module, "MAX_SPACE_BYTES", 1024)
     same(whole, gate.read(**asked))
     assert sum(parts) == 40
     assert 1 < len(parts) <= 40

@@ -57,6 +57,17 @@ def test_where_a_card_is_required_they_fail_and_say_why(tmp_path: Path, how: str
     assert f"a GPU is required, but {device.why_no_cuda()}" in done.stdout
 
 
+def test_a_file_that_lacks_a_package_fails_where_a_card_is_required(tmp_path: Path) -> None:
+    lacking = 'import pytest\npytest.importorskip("no_such_package")\n'
+    (tmp_path / "test_lacking.py").write_text(lacking + MARKED)
+    (tmp_path / "test_other.py").write_text(lacking + "def test_it() -> None: ...\n")
+    done = run(tmp_path, "--require-gpu", "test_lacking.py")
+    assert done.returncode == 2, done.stdout
+    assert "a GPU is required" in done.stdout and "no_such_package" in done.stdout
+    assert run(tmp_path, "--require-gpu", "test_other.py").returncode == 5, "skipped: nothing for a GPU"
+    assert run(tmp_path, "test_lacking.py").returncode == 5
+
+
 def test_the_reason_names_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")  # before find_spec is replaced, which its modules use
     monkeypatch.setattr(device, "HAS_CUDA", True)

@@ -53,7 +53,7 @@ def defined(
     arena: Arena, segment: int, query: Float16s, k: int, allowed: Any, shares: Any
 ) -> list[tuple[float, int]]:
     """In NumPy and Python: fp64 cosines are exact, so that any order of their sums gives the same bits."""
-    rows = np.asarray(arena.vectors(segment))
+    rows = arena.vector16(segment << 32 | np.arange(arena.length(segment)))
     cosines = (rows.astype(np.float64) @ query[0].astype(np.float64)).tolist()
     open_ = np.ones(len(cosines), bool) if allowed is None else allowed
     present = np.flatnonzero(open_ & (arena.flags(segment) != 0)).tolist()

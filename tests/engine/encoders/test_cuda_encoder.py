@@ -272,6 +272,23 @@ def test_the_forward_pass_never_looks_at_values(device: _Small) -> None:
         assert device.unit_pooled(packed).shape == (8, 64)
 
 
+def test_products_that_split_a_sum_over_blocks_are_forbidden_while_a_shape_is_computed() -> None:
+    products: Any = torch.backends.cuda.matmul
+
+    def allowed() -> tuple[bool, bool]:
+        name = "allow_fp16_reduced_precision_reduction"
+        return getattr(products, name), getattr(products, f"{name}_split_k")
+
+    before = allowed()
+    with cuda_encoder.fixed_orders("cuda"):
+        assert allowed() == (False, False)
+    with pytest.raises(ZeroDivisionError), cuda_encoder.fixed_orders("cuda"):
+        raise ZeroDivisionError
+    assert allowed() == before
+    with cuda_encoder.fixed_orders("cpu"):
+        assert allowed() == before
+
+
 def test_damaged_weights_are_an_error(tiny_model: str) -> None:
     broken = _Small(tiny_model, dtype="float32", device="cpu")
     parameter: Any = next(iter(broken._head.parameters()))
