@@ -15,7 +15,6 @@ import torch
 pytest.importorskip("lance", reason="the engine's packages are not installed")
 pytest.importorskip("pydantic_settings", reason="the engine's packages are not installed")
 pytest.importorskip("numba", reason="the engine's packages are not installed")
-pytest.importorskip("faiss", reason="the engine's packages are not installed")
 
 from undertow.bench.mock.replies import MockReplies
 from undertow.engine.api.engine import Engine
