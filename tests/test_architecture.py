@@ -33,7 +33,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 KERNEL_PACKAGES = {"torch", "cupy", "numpy", "faiss", "numba", "llvmlite"}
 
 # Upper bounds that only go down, but for what a new feature is allowed (docs/decisions/0030).
-SOURCE_LINES = 56_300
+SOURCE_LINES = 56_500
 TEST_LINES = 45_850
 # Made by `make client` from the asynchronous client, and compared with it by a test.
 GENERATED = "serving/client/_sync/"

@@ -22,7 +22,7 @@ from undertow.kernels.error_bounds import tensor_core_slack
 from undertow.kernels.gate.gate import GateReadings, PlannedGate, Probes
 from undertow.kernels.gate.plan import GateHits, Plan, TaskLimits
 
-SOURCE = Path(__file__).with_name("gate.cu")
+_SOURCES = ("scores.cu", "gate.cu")
 
 # as in gate.cu
 WARP = 32
@@ -35,6 +35,11 @@ BLOCKS_PER_SM = 4
 _TASKS_PER_WARP = 8
 # One task for each of the four schedulers of an SM, which runs 16 warps.
 _ENOUGH_OF_WARPS = 1 / 4
+
+
+def source() -> str:
+    """The kernels' text, for the compiler."""
+    return "".join(Path(__file__).with_name(name).read_text() for name in _SOURCES)
 
 
 def _struct(*fields: str) -> np.dtype[Any]:
@@ -96,7 +101,7 @@ class CupyKernels:
         if rings is None and int(card.compute_capability) >= 90:
             rings = Rings.fitting(dim, card.attributes["MaxSharedMemoryPerBlockOptin"])
         options = (f"-DDIM={dim}", *(rings.options if rings else ()))
-        module = self._cupy.RawModule(code=SOURCE.read_text(), options=options)
+        module = self._cupy.RawModule(code=source(), options=options)
         self._functions = {name: module.get_function(name) for name in ("scan", "tally", "merge")}
         self._forms = dict.fromkeys(self._functions, (BLOCK_THREADS // WARP, 0))
         blocks = card.attributes["MultiProcessorCount"] * (1 if rings else BLOCKS_PER_SM)

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import pytest
 
-from undertow.kernels.gate.cuda_gate import BLOCK_THREADS, BLOCKS_PER_SM, SOURCE, WARP, Rings
+from undertow.kernels.gate.cuda_gate import BLOCK_THREADS, BLOCKS_PER_SM, WARP, Rings, source
 
 REGISTERS_PER_SM = 65_536
 # of sm_90, for one block
@@ -25,7 +25,8 @@ def nvcc(lacking: Callable[[str], NoReturn]) -> str:
 
 def compiled(nvcc: str, folder: Path, *options: str) -> str:
     """What the compiler says about gate.cu; an error of it is an AssertionError."""
-    command = [nvcc, "-std=c++17", *options, str(SOURCE), "-o", str(folder / "out")]
+    (folder / "gate.cu").write_text(source())
+    command = [nvcc, "-std=c++17", *options, str(folder / "gate.cu"), "-o", str(folder / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stderr
@@ -72,4 +73,4 @@ def test_the_scan_keeps_many_loads_on_their_way(nvcc: str, tmp_path: Path) -> No
 
 def test_it_needs_no_header() -> None:
     """CuPy compiles it by NVRTC, which sees no header of the host's."""
-    assert "#include" not in SOURCE.read_text()
+    assert "#include" not in source()

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from undertow.kernels.error_bounds import tensor_core_slack
-from undertow.kernels.gate.cuda_gate import SOURCE, CudaGate
+from undertow.kernels.gate.cuda_gate import CudaGate, source
 from undertow.kernels.gate.gate import Gate
 
 from ..support.kernels.gate_worlds import (
@@ -142,7 +142,7 @@ def test_every_turn_of_locomo_reads_as_the_reference_does(lacking: Callable[[str
 def test_tensor_scores_of_this_card_are_within_the_slack(dim: int) -> None:
     """What the bound assumes of the hardware, put to it."""
     cupy = importlib.import_module("cupy")
-    text = SOURCE.read_text() + SCORES.read_text()
+    text = source() + SCORES.read_text()
     kernel = cupy.RawModule(code=text, options=(f"-DDIM={dim}",)).get_function("scores")
     rng, worst = np.random.default_rng(dim), 0.0
     for _ in range(200):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from undertow.kernels.error_bounds import MAX_NORM, tensor_core_slack
 from undertow.kernels.gate import gate as gate_module
-from undertow.kernels.gate.cuda_gate import SOURCE, CudaGate, Rings
+from undertow.kernels.gate.cuda_gate import CudaGate, Rings, source
 from undertow.kernels.gate.gate import Gate, GateReadings, Probes
 from undertow.kernels.gate.plan import (
     MAX_SPACE_BYTES,
@@ -426,7 +426,7 @@ RING_MUTANTS = {
 )
 def test_a_planted_error_is_found(name: str, stages: int, tmp_path: Path) -> None:
     right, wrong = (RING_MUTANTS if stages else MUTANTS)[name]
-    text, rings = SOURCE.read_text(), shim_rings(64, stages)
+    text, rings = source(), shim_rings(64, stages)
     assert text.count(right) == 1
     with pytest.raises((AssertionError, ShimError, RuntimeError, IndexError, ValueError)):
         hard_reads(build(tmp_path, 64, text.replace(right, wrong), rings), rings)

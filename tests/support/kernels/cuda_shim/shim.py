@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.kernels.gate.cuda_gate import BLOCK_THREADS, SOURCE, WARP, Rings
+from undertow.kernels.gate.cuda_gate import BLOCK_THREADS, WARP, Rings, source
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
@@ -23,11 +23,11 @@ class ShimError(Exception):
     """What no device would forgive: lanes in different collectives, a read out of bounds."""
 
 
-def build(folder: Path, dim: int, source: str | None = None, rings: Rings | None = None) -> ctypes.CDLL:
+def build(folder: Path, dim: int, edited: str | None = None, rings: Rings | None = None) -> ctypes.CDLL:
     """Compile gate.cu (or the text given in its place) for the host; with rings as for sm_90."""
     number = next(n for n in itertools.count() if not (folder / f"{n}.so").exists())
     target, text = folder / f"{number}.so", folder / f"{number}.cu"
-    text.write_text(SOURCE.read_text() if source is None else source)
+    text.write_text(source() if edited is None else edited)
     command = [
         *(str(COMPILER), "-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas"),
         "-U_FORTIFY_SOURCE",  # whose check of longjmp knows one stack only
