@@ -30,7 +30,7 @@ FLOORS = (
     ("serving",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-KERNEL_PACKAGES = {"torch", "cupy", "numpy", "faiss", "numba", "llvmlite"}
+KERNEL_PACKAGES = {"torch", "cupy", "numpy", "faiss", "numba", "llvmlite", "triton"}
 
 # Upper bounds that only go down, but for what a new feature is allowed (docs/decisions/0030).
 SOURCE_LINES = 56_300

@@ -56,7 +56,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 
-ABSENT = {"numba", "llvmlite", "faiss", "cupy", "lance", "pyarrow", "ray", "transformers"}
+ABSENT = {"numba", "llvmlite", "faiss", "cupy", "lance", "pyarrow", "ray", "transformers", "triton"}
 
 
 class Without(MetaPathFinder):

@@ -167,7 +167,7 @@ def test_backlog_hands_out_each_window_once() -> None:
         ids = np.array([i for row in more for i in row], np.int32)
         backlog.add(Windows(ids, np.cumsum([0, *map(len, more)], dtype=np.int64)))
         rows = np.arange(len(backlog.windows))
-        batches = [Batch(rows[i : i + 4], (8, 4)) for i in range(0, len(rows), 4)]
+        batches = [Batch(rows[i : i + 4], (8, 4), i + 4 <= len(rows)) for i in range(0, len(rows), 4)]
         for batch in backlog.take(batches, only_full=turn < 8):
             assert len(batch.members) == 4 or turn == 8
             for i in batch.members:
