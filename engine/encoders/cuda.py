@@ -49,12 +49,11 @@ class CudaSentenceEncoder(WindowEncoder):
     TOKENS = 16_384
 
     # Maximum token places of a padded batch. A single window costs a whole batch, since its shape must not
-    # depend on other windows: fewer places make a single question faster and waste less on the last batch of each
-    # width. More places use the GPU better. With 8 Ki, the narrowest product of a 384-dimensional model has
-    # 128 tiles of 128 x 192 for the 132 multiprocessors of an H100, and the widest activation (8 Ki x 1536 in
-    # 16 bits: 24 MiB) stays in its second-level cache; with 16 Ki it would not. `undertow bench gpu` measures
-    # this number, twice and four times as many. The fingerprint distinguishes other numbers from the default,
-    # but not one default from the next.
+    # depend on other windows: fewer places make a single question faster and waste less on the last batch of
+    # each width. More places use the GPU better. With 8 Ki, the narrowest product of a 384-dimensional model
+    # has 128 tiles of 128 x 192 for the 132 multiprocessors of an H100, and the widest activation (8 Ki x
+    # 1536 in 16 bits: 24 MiB) stays in its second-level cache; with 16 Ki it would not. The fingerprint
+    # distinguishes other numbers from the default, but not one default from the next.
     PLACES = 8_192
 
     def __init__(
