@@ -42,7 +42,7 @@ class CudaSentenceEncoder(WindowEncoder):
     """Replays fixed shapes as CUDA graphs. Vectors stay on the device, with a copy on the host.
 
     Thread-safe: one call at a time uses the device. All work goes to torch's current stream.
-    `packing_note`: why the model does not run packed, or that it does.
+    `packing_note`: why the model does not run packed, or that it does. `places`: token places of a batch.
     """
 
     # Token places of a packed batch. Of a batch that is not filled, the kernels skip what is empty.
@@ -79,8 +79,8 @@ class CudaSentenceEncoder(WindowEncoder):
         """
         import torch
 
-        self._places = self.PLACES if places is None else places
-        if self._places < 128:
+        self.places = self.PLACES if places is None else places
+        if self.places < 128:
             raise ValueError(f"places is {places}; give at least 128")
         if device == "cuda" and not torch.cuda.is_available():
             raise EncoderError(
@@ -98,8 +98,8 @@ class CudaSentenceEncoder(WindowEncoder):
         self.packing_note = f"padded batches: {reason}" if reason else "packed batches"
         if reason is None:
             self._pack_into(self.TOKENS if places is None else places)
-        elif self._places != self.PLACES:
-            self._computed_in(f"batches of {self._places} places")
+        elif self.places != self.PLACES:
+            self._computed_in(f"batches of {self.places} places")
         # All graphs share one memory pool: capturing the largest first avoids growth.
         self._shape(max(self._shapes, key=lambda shape: shape[0] * shape[1]))
 
@@ -107,6 +107,7 @@ class CudaSentenceEncoder(WindowEncoder):
         """Run the model's weights over packed batches from now on, instead of the model."""
         if tokens < self.window:
             raise ValueError(f"places is {tokens}, but a window takes up to {self.window}")
+        self.places = tokens
         self._packed = PackedModel(bert_of(self._model), tokens)
         self._shapes = [self._packed.shape]
         self._computed_in("packed batches")
@@ -115,7 +116,7 @@ class CudaSentenceEncoder(WindowEncoder):
         self.fingerprint = replace(self.fingerprint, device=f"{self._device.type} in {how}")
 
     def shapes_up_to(self, window: int) -> list[Shape]:
-        return self.shapes_of(window, self._places)
+        return self.shapes_of(window, self.places)
 
     def batches(self, lengths: Int64) -> list[Batch]:
         return super().batches(lengths) if self._packed is None else self._packed.batches(lengths)

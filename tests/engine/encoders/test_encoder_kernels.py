@@ -19,7 +19,7 @@ from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LENGTHS = (1, 70, 64, 5)
 """One token, more than a query block and exactly one, and a window that shares a block's size with none."""
 
