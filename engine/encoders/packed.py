@@ -16,9 +16,10 @@ from undertow.kernels.device import why_no_triton
 if TYPE_CHECKING:
     import torch
 
-    from undertow.kernels.encoder.bert import Bert, Layer, Weights
+    from undertow.kernels.encoder.bert import Bert, Layer
     from undertow.kernels.encoder.layer_norm import Norm
     from undertow.kernels.encoder.layout import Layout
+    from undertow.kernels.encoder.linear import Weights
 
 WIDEST = 1_024
 """Hidden sizes above it are left to the model's own forward pass: LayerNorm keeps a row in registers."""

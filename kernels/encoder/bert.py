@@ -11,13 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from undertow.kernels.encoder.attention import attention
-from undertow.kernels.encoder.layer_norm import Norm, add_norm, embed
+from undertow.kernels.encoder.layer_norm import Norm, embed
 from undertow.kernels.encoder.layout import PackedTokens
-from undertow.kernels.encoder.linear import linear
+from undertow.kernels.encoder.linear import Weights, linear
+from undertow.kernels.encoder.linear_norm import linear_add_norm
 from undertow.kernels.encoder.pool import first_of_windows, mean_of_windows
-
-Weights = tuple[torch.Tensor, torch.Tensor]
-"""A linear layer's weight, float16 [out, in], and bias, float16 [out]."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Bert:
 
     def _through(self, layer: Layer, x: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
         used = packed.used
-        seen = attention(linear(x, *layer.qkv, used), packed, self.heads)
-        x = add_norm(linear(seen, *layer.mix, used), x, layer.mix_norm, used)
-        inner = linear(x, *layer.up, used, gelu=True)
-        return add_norm(linear(inner, *layer.down, used), x, layer.down_norm, used)
+        seen = attention(linear(x, layer.qkv, used), packed, self.heads)
+        x = linear_add_norm(seen, layer.mix, x, layer.mix_norm, used)
+        inner = linear(x, layer.up, used, gelu=True)
+        return linear_add_norm(inner, layer.down, x, layer.down_norm, used)

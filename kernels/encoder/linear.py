@@ -13,6 +13,9 @@ import triton.language as tl
 
 from undertow.kernels.encoder.layout import ROW_TILE
 
+Weights = tuple[torch.Tensor, torch.Tensor]
+"""A linear layer's weight, float16 [N, K], and bias, float16 [N]."""
+
 
 class Tile(NamedTuple):
     """What one program computes, and how: `rows` x `columns` of the result, in steps of `depth`."""
@@ -76,15 +79,14 @@ def _linear(
     tl.store(out_at, total.to(out.dtype.element_ty), mask=(columns < N)[None, :])
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, used: torch.Tensor, *, gelu: bool = False
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weights: Weights, used: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
     """x @ weight.T + bias, then GELU with erf if `gelu`: float16 [tokens, N], summed in float32.
 
-    `x` float16 [tokens, K], `weight` float16 [N, K], `bias` float16 [N], `used` int32 [1]. Rows of tiles
+    `x` float16 [tokens, K], `used` int32 [1]. Rows of tiles
     beyond `used` are left as they are.
     """
-    (tokens, depth), columns = x.shape, len(weight)
+    (weight, bias), (tokens, depth) = weights, x.shape
+    columns = len(weight)
     out = x.new_empty((tokens, columns))
     tile = tile_of(columns)
     _linear[(tokens // tile.rows * triton.cdiv(columns, tile.columns),)](
