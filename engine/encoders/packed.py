@@ -26,8 +26,9 @@ WIDEST = 1_024
 
 WIDEST_HEAD = 128
 
-SHORTEST = 16
-"""A batch of n tokens has room for n / SHORTEST windows: only texts shorter than that leave places unused."""
+SHORTEST = 32
+"""A batch of n tokens has room for n / SHORTEST windows: shorter texts leave places unused, which the
+kernels skip. More room would mean more programs of attention that find nothing to do."""
 
 _LINEARS = (
     *("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"),
@@ -74,10 +75,11 @@ class PackedModel:
         parts.starts[:count], parts.starts[count:] = starts, used
         blocks = -(-lengths // QUERY_BLOCK)
         total = int(blocks.sum())
-        parts.block_sequence[:total] = np.repeat(np.arange(count), blocks)
         before = np.repeat(np.cumsum(blocks) - blocks, blocks)
+        parts.block_start[:total] = np.repeat(starts, blocks)
         parts.block_first[:total] = (np.arange(total) - before) * QUERY_BLOCK
-        parts.block_sequence[total:], parts.block_first[total:] = -1, 0
+        parts.block_length[:total] = np.repeat(lengths, blocks)
+        parts.block_start[total:] = parts.block_first[total:] = parts.block_length[total:] = 0
 
     def pooled(self, packed: torch.Tensor) -> torch.Tensor:
         """The model over one batch, int32 [layout.size]: float32 [layout.sequences, dim], not normalised."""

@@ -23,9 +23,9 @@ WIDEST_HEAD = 128
 def _attention(
     qkv: tl.tensor,
     out: tl.tensor,
-    starts: tl.tensor,
-    block_sequence: tl.tensor,
+    block_start: tl.tensor,
     block_first: tl.tensor,
+    block_length: tl.tensor,
     scale: tl.tensor,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -35,12 +35,10 @@ def _attention(
 ) -> None:
     """One head of one query block. `scale` holds log2(e), since exponentials are powers of two here."""
     head, block = tl.program_id(0), tl.program_id(1)
-    sequence = tl.load(block_sequence + block)
-    if sequence < 0:
-        return
-    start = tl.load(starts + sequence)
-    length = tl.load(starts + sequence + 1) - start
+    start, length = tl.load(block_start + block), tl.load(block_length + block)
     rows = tl.load(block_first + block) + tl.arange(0, BLOCK_M)
+    if length == 0:
+        return
     dims = tl.arange(0, BLOCK_D)
     wide: tl.constexpr = 3 * HEADS * DIM
     base = qkv + start * wide + head * DIM
@@ -77,8 +75,8 @@ def attention(qkv: torch.Tensor, packed: PackedTokens, heads: int) -> torch.Tens
     hidden = qkv.shape[1] // 3
     dim = hidden // heads
     out = qkv.new_empty((len(qkv), hidden))
-    _attention[(heads, len(packed.block_sequence))](
-        *(qkv, out, packed.starts, packed.block_sequence, packed.block_first),
+    _attention[(heads, len(packed.block_start))](
+        *(qkv, out, packed.block_start, packed.block_first, packed.block_length),
         math.log2(math.e) / math.sqrt(dim),
         HEADS=heads,
         DIM=dim,

@@ -25,10 +25,12 @@ class PackedTokens(NamedTuple):
     """[tokens]: each token's place in its window."""
     starts: Any
     """[sequences + 1]: window i is ids[starts[i] : starts[i + 1]]; the last entry is the number of tokens."""
-    block_sequence: Any
-    """[blocks]: the window of each block of QUERY_BLOCK rows; -1 after the last block."""
+    block_start: Any
+    """[blocks]: where the window of each block of QUERY_BLOCK rows starts."""
     block_first: Any
     """[blocks]: the block's first row, counted from its window's start."""
+    block_length: Any
+    """[blocks]: the length of the block's window; 0 after the last block."""
 
     @property
     def used(self) -> Any:
@@ -54,7 +56,7 @@ class Layout:
 
     @cached_property
     def _ends(self) -> list[int]:
-        sizes = (self.tokens, self.tokens, self.sequences + 1, self.blocks, self.blocks)
+        sizes = (self.tokens, self.tokens, self.sequences + 1, *(self.blocks,) * 3)
         return [sum(sizes[: i + 1]) for i in range(len(sizes))]
 
     @property

@@ -73,18 +73,17 @@ def _linear_add_norm(
         return
     HIDDEN: tl.constexpr = 3 * PART
     rows, depth, columns = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, PART)
-    x_at = x + rows[:, None] * K + depth[None, :]
-    weight_at = weight + columns[None, :] * K + depth[:, None]
+    # Offsets of 32 bits from pointers that move leave more registers than pointers of 64 bits would.
+    x_at = rows[:, None] * K + depth[None, :]
+    weight_at = columns[None, :] * K + depth[:, None]
     part0 = tl.zeros((BLOCK_M, PART), dtype=tl.float32)
     part1 = tl.zeros((BLOCK_M, PART), dtype=tl.float32)
     part2 = tl.zeros((BLOCK_M, PART), dtype=tl.float32)
-    for _ in range(0, K, BLOCK_K):
-        a = tl.load(x_at)
-        part0 = tl.dot(a, tl.load(weight_at), part0)
-        part1 = tl.dot(a, tl.load(weight_at + PART * K), part1)
-        part2 = tl.dot(a, tl.load(weight_at + 2 * PART * K), part2)
-        x_at += BLOCK_K
-        weight_at += BLOCK_K
+    for k in range(0, K, BLOCK_K):
+        a = tl.load(x + k + x_at)
+        part0 = tl.dot(a, tl.load(weight + k + weight_at), part0)
+        part1 = tl.dot(a, tl.load(weight + (k + PART * K) + weight_at), part1)
+        part2 = tl.dot(a, tl.load(weight + (k + 2 * PART * K) + weight_at), part2)
     part0 = _part(part0, bias, residual, rows, columns, HIDDEN)
     part1 = _part(part1, bias, residual, rows, columns + PART, HIDDEN)
     part2 = _part(part2, bias, residual, rows, columns + 2 * PART, HIDDEN)

@@ -31,14 +31,15 @@ class Kit(NamedTuple):
     layer_norm: Any
     layout: Any
     linear: Any
+    linear_norm: Any
     pool: Any
     device: str
 
 
 def kit(device: str) -> Kit:
-    from undertow.kernels.encoder import attention, layer_norm, layout, linear, pool
+    from undertow.kernels.encoder import attention, layer_norm, layout, linear, linear_norm, pool
 
-    return Kit(attention, layer_norm, layout, linear, pool, device)
+    return Kit(attention, layer_norm, layout, linear, linear_norm, pool, device)
 
 
 def half(*shape: int, kit: Kit, seed: int = 0) -> torch.Tensor:
@@ -49,7 +50,7 @@ def half(*shape: int, kit: Kit, seed: int = 0) -> torch.Tensor:
 def tokens_of(lengths: Sequence[int], kit: Kit, tokens: int = 256, sequences: int = 8) -> Any:
     """A packed batch of windows of these lengths; ids count up."""
     layout = kit.layout.Layout(tokens, sequences)
-    parts = layout.parts(torch.full((layout.size,), -1, dtype=torch.int32))
+    parts = layout.parts(torch.zeros(layout.size, dtype=torch.int32))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     parts.starts[:] = torch.tensor(starts + [sum(lengths)] * (sequences + 1 - len(starts)))
     parts.ids[: sum(lengths)] = torch.arange(sum(lengths))
@@ -58,7 +59,8 @@ def tokens_of(lengths: Sequence[int], kit: Kit, tokens: int = 256, sequences: in
         parts.positions[starts[window] : starts[window] + length] = torch.arange(length)
         blocks += [(window, first) for first in range(0, length, kit.layout.QUERY_BLOCK)]
     for i, (window, first) in enumerate(blocks):
-        parts.block_sequence[i], parts.block_first[i] = window, first
+        parts.block_start[i], parts.block_first[i] = starts[window], first
+        parts.block_length[i] = lengths[window]
     return kit.layout.PackedTokens(*(part.to(kit.device) for part in parts))
 
 
@@ -73,13 +75,13 @@ def check_linear(kit: Kit) -> None:
         bias = half(columns, kit=kit, seed=2)
         all_rows = torch.tensor([256], dtype=torch.int32, device=kit.device)
         wanted = x.float() @ weight.float().T + bias.float()
-        assert apart(kit.linear.linear(x, weight, bias, all_rows), wanted) < 4e-3
-        assert apart(kit.linear.linear(x, weight, bias, all_rows, gelu=True), gelu(wanted)) < 4e-3
+        assert apart(kit.linear.linear(x, (weight, bias), all_rows), wanted) < 4e-3
+        assert apart(kit.linear.linear(x, (weight, bias), all_rows, gelu=True), gelu(wanted)) < 4e-3
         some_rows = torch.tensor([3], dtype=torch.int32, device=kit.device)
-        some = kit.linear.linear(x, weight, bias, some_rows)[:3]
+        some = kit.linear.linear(x, (weight, bias), some_rows)[:3]
         # a row's bits: on its own, and at another place among other rows
         moved = torch.cat([x[100:], x[:100]])
-        again = kit.linear.linear(moved, weight, bias, all_rows)[156:159]
+        again = kit.linear.linear(moved, (weight, bias), all_rows)[156:159]
         assert torch.equal(some, again)
 
 
@@ -138,6 +140,22 @@ def check_norms(kit: Kit) -> None:
         assert apart(embedded, layer_norm(wanted, (hidden,), scale, shift, 1e-12)) < 8e-3
 
 
+def check_linear_add_norm(kit: Kit) -> None:
+    """In one kernel for a hidden size of 384, in two for others."""
+    for hidden, depth in ((384, 64), (384, 128), (72, 64)):
+        x, weight = half(128, depth, kit=kit), half(hidden, depth, kit=kit, seed=1) / depth**0.5
+        residual, bias = half(128, hidden, kit=kit, seed=2), half(hidden, kit=kit, seed=3)
+        scale, shift = half(hidden, kit=kit, seed=4), half(hidden, kit=kit, seed=5)
+        norm = kit.layer_norm.Norm(scale, shift, 1e-12)
+        used = torch.tensor([100], dtype=torch.int32, device=kit.device)
+        got = kit.linear_norm.linear_add_norm(x, (weight, bias), residual, norm, used)[:100]
+        both = x.float() @ weight.float().T + bias.float() + residual.float()
+        wanted = layer_norm(both, (hidden,), scale.float(), shift.float(), 1e-12)[:100]
+        assert apart(got, wanted) < 8e-3
+        moved = kit.linear_norm.linear_add_norm(x.roll(9, 0), (weight, bias), residual.roll(9, 0), norm, used)
+        assert torch.equal(moved[9:100], got[:91])
+
+
 def check_pooling(kit: Kit) -> None:
     packed = tokens_of(LENGTHS, kit)
     x = half(256, 72, kit=kit)
@@ -156,7 +174,8 @@ def check_pooling(kit: Kit) -> None:
 
 
 CHECKS: tuple[Callable[[Kit], None], ...] = (
-    *(check_linear, check_attention, check_attention_bits, check_long_windows, check_norms, check_pooling),
+    *(check_linear, check_attention, check_attention_bits, check_long_windows, check_norms),
+    *(check_linear_add_norm, check_pooling),
 )
 
 
@@ -177,7 +196,7 @@ def test_on_a_card(check: Callable[[Kit], None]) -> None:
 
 def test_a_layout_needs_whole_tiles() -> None:
     layout = kit("cpu").layout
-    assert layout.Layout(256, 16).size == 2 * 256 + 17 + 2 * (256 // layout.QUERY_BLOCK + 16)
+    assert layout.Layout(256, 16).size == 2 * 256 + 17 + 3 * (256 // layout.QUERY_BLOCK + 16)
     for tokens, sequences in ((0, 1), (100, 1), (128, 0)):
         with pytest.raises(ValueError, match="multiples of 128"):
             layout.Layout(tokens, sequences)

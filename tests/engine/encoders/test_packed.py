@@ -104,13 +104,13 @@ def test_batches_are_filled_in_order() -> None:
         held = int(lengths[batch.members].sum())
         assert held <= 256
         if following is not None:
-            assert len(batch.members) == 16 or held + lengths[following.members[0]] > 256
+            assert len(batch.members) == 8 or held + lengths[following.members[0]] > 256
     assert packed_model().batches(lengths[:0]) == []
 
 
 def test_a_batch_takes_so_many_windows_and_no_more() -> None:
     batches = packed_model().batches(np.ones(40, np.int64))
-    assert [len(batch.members) for batch in batches] == [16, 16, 8]
+    assert [len(batch.members) for batch in batches] == [8, 8, 8, 8, 8]
 
 
 def test_packing_by_hand() -> None:
@@ -123,9 +123,10 @@ def test_packing_by_hand() -> None:
     parts = model.layout.parts(out)
     assert parts.ids.tolist() == [*range(2, 75), *[0] * 183]
     assert parts.positions.tolist() == [*range(70), 0, 1, 2, *[0] * 183]
-    assert parts.starts.tolist() == [0, 70, *[73] * 15]
-    assert parts.block_sequence.tolist() == [0, 0, 1, *[-1] * 17]
-    assert parts.block_first.tolist() == [0, 64, 0, *[0] * 17]
+    assert parts.starts.tolist() == [0, 70, *[73] * 7]
+    assert parts.block_start.tolist() == [0, 0, 70, *[0] * 9]
+    assert parts.block_first.tolist() == [0, 64, 0, *[0] * 9]
+    assert parts.block_length.tolist() == [70, 70, 3, *[0] * 9]
     assert parts.used.tolist() == [73]
 
 
@@ -159,7 +160,7 @@ def check_whole_encoder(folder: str) -> None:
     assert np.array_equal(larger.encode(TEXTS), got)
     windows = encoder.windows(TEXTS)
     vectors = encoder.run_packed([encoder.fill(windows, b) for b in encoder.batches(windows.lengths)])
-    assert all(tuple(part.shape) == (16, 64) for part in vectors)
+    assert all(tuple(part.shape) == (8, 64) for part in vectors)
     assert 0.0 < encoder.padding_share(TEXTS) < 0.5
 
 
