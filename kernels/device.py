@@ -77,6 +77,19 @@ def nvtx_ranges() -> Any | None:
     return importlib.import_module("torch.cuda.nvtx")
 
 
+def why_no_triton(device: str) -> str | None:
+    """Why Triton cannot run kernels on tensors of `device`, "cpu" or "cuda"; None if it can.
+
+    On the CPU its interpreter runs them, slowly, if TRITON_INTERPRET was set before the first import.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    interprets = bool(importlib.import_module("triton").knobs.runtime.interpret)
+    if interprets != (device == "cpu"):
+        return f"Triton {'interprets' if interprets else 'compiles for CUDA'}, which is not for {device!r}"
+    return None
+
+
 @cache
 def load_faiss_gpu() -> Any | None:
     """The `faiss` module, prepared for torch tensors on a device; None without FAISS's GPU part.

@@ -30,11 +30,11 @@ FLOORS = (
     ("serving",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-KERNEL_PACKAGES = {"torch", "cupy", "numpy", "faiss", "numba", "llvmlite"}
+KERNEL_PACKAGES = {"torch", "cupy", "numpy", "faiss", "numba", "llvmlite", "triton"}
 
 # Upper bounds that only go down, but for what a new feature is allowed (docs/decisions/0030).
-SOURCE_LINES = 56_500
-TEST_LINES = 45_850
+SOURCE_LINES = 57_600
+TEST_LINES = 46_600
 # Made by `make client` from the asynchronous client, and compared with it by a test.
 GENERATED = "serving/client/_sync/"
 FOLDER_ENTRIES = 15

@@ -1,7 +1,7 @@
 """The encoder on the card: token rates on the device, from text to the arena, and of the tokenizer alone.
 
-The goals refer to the default batch size. Twice and four times as many token places are measured too, to
-show which number is best for this card.
+The goals refer to the default batch size. Twice and half as many token places are measured too, to show which
+number is best for this card; and where batches are packed, the model's own forward pass in padded ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from undertow.bench.gpu.figures import Figure, NotMeasured, Part, WrongResults
 from undertow.bench.gpu.load import exchanges
@@ -34,7 +33,7 @@ _ALONE = 8
 # of vectors of 16-bit arithmetic with those in fp32
 _LEAST_COSINE = 0.999
 # of the default token places a batch
-_TIMES_PLACES = (1, 2, 4)
+_TIMES_PLACES = (2.0, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +56,10 @@ def measure(rig: Rig, scale: Scale, limits: Limits, encoder: str | None = None) 
     part = Part()
     texts = exchanges(scale.encode_texts)
     reference = SentenceEncoder(model, dtype="float32").encode(texts[:_ALONE])
-    numbers = [times * CudaSentenceEncoder.PLACES for times in _TIMES_PLACES]
-    found = [_with_places(rig, model, places, texts, reference, part) for places in numbers]
-    usual, tokens = found[0], part.details["tokens"]
+    usual = _with_places(rig, model, None, texts, reference, part)
+    others = [int(times * usual.places) for times in _TIMES_PLACES]
+    found = [usual, *(_with_places(rig, model, places, texts, reference, part) for places in others)]
+    tokens, numbers = part.details["tokens"], [f.places for f in found]
     limit = limits.matmul_flop_per_s / flop_per_token(model, tokens / len(texts)) / 1e6
     note = f"at {'/'.join(map(str, numbers))} places {_beside(tokens / f.device_s / 1e6 for f in found)}"
     part.reach("encoder_device", tokens / usual.device_s / 1e6, limit, note)
@@ -71,6 +71,10 @@ def measure(rig: Rig, scale: Scale, limits: Limits, encoder: str | None = None) 
         Figure("tokenizer", "tokenizer alone", "Mtok/s", tokens / part.details["tokenizer_s"] / 1e6, False),
         Figure("padding", what, "%", 100 * usual.padding, limit=0.0, note=note),
     ]
+    if part.details["packing"].startswith("packed"):
+        padded_s = _on_device_s(rig, CudaSentenceEncoder(model, device=rig.kind, packed=False), texts)
+        what = "the model's own forward pass in padded batches"
+        part.figures.append(Figure("encoder_padded", what, "Mtok/s", tokens / padded_s / 1e6, False))
     name = Path(model).name if encoder else model
     part.details |= {"texts": len(texts), "model": name, "by_places": [asdict(f) for f in found]}
     return part
@@ -95,7 +99,7 @@ def _settings_model() -> str:
 
 
 def _with_places(
-    rig: Rig, model: str, places: int, texts: Sequence[str], reference: Float16, part: Part
+    rig: Rig, model: str, places: int | None, texts: Sequence[str], reference: Float16, part: Part
 ) -> Found:
     """One encoder, and what does not depend on its places, in `part.details`, if it is the first."""
     gc.collect()  # the encoder before this one and its shapes hold each other
@@ -104,11 +108,12 @@ def _with_places(
     if not part.details:
         part.details = _tokenizing(rig, encoder, texts)
         part.details |= {"dtype": encoder.fingerprint.dtype, "tokenizer": encoder.tokenizer_note}
+        part.details["packing"] = encoder.packing_note
     _check(encoder, texts, reference)
     some = texts[:_ALONE]
     alone_s = rig.wall_s(lambda: [encoder.encode([text]) for text in some], _REPEATS, warmup=1)
     return Found(
-        places,
+        encoder.places,
         _on_device_s(rig, encoder, texts),
         _to_arena_s(rig, encoder, texts),
         statistics.median(alone_s) / len(some),
@@ -127,12 +132,7 @@ def _tokenizing(rig: Rig, encoder: CudaSentenceEncoder, texts: Sequence[str]) ->
 def _on_device_s(rig: Rig, encoder: CudaSentenceEncoder, texts: Sequence[str]) -> float:
     """Median seconds for all texts, their ids on the device before the clock starts."""
     windows = encoder.windows(texts)
-    ready = []
-    for batch in encoder.batches(windows.lengths):
-        width, rows = batch.shape
-        packed = np.empty((rows, width + 1), np.int32)
-        encoder.pack(windows, batch, packed)
-        ready.append(torch.from_numpy(packed).to(rig.device))
+    ready = [encoder.fill(windows, batch).to(rig.device) for batch in encoder.batches(windows.lengths)]
     return statistics.median(rig.device_s(lambda: encoder.run_packed(ready), _REPEATS, warmup=1))
 
 

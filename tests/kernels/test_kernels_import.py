@@ -56,7 +56,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 
-ABSENT = {"numba", "llvmlite", "faiss", "cupy", "lance", "pyarrow", "ray", "transformers"}
+ABSENT = {"numba", "llvmlite", "faiss", "cupy", "lance", "pyarrow", "ray", "transformers", "triton"}
 
 
 class Without(MetaPathFinder):
@@ -109,6 +109,9 @@ except ImportError as error:
 """
 
 
+TRITON = ("attention", "bert", "layer_norm", "linear", "linear_norm", "pool")
+
+
 def test_with_torch_and_numpy_alone_a_device_arena_works() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BARE, str(ROOT)], capture_output=True, text=True, timeout=300, check=False
@@ -116,11 +119,12 @@ def test_with_torch_and_numpy_alone_a_device_arena_works() -> None:
     assert done.returncode == 0, done.stderr[-2_000:]
     assert done.stdout.splitlines() == [
         *(
-            f"{module} needs llvmlite"
+            f"{module} needs {'triton' if module in TRITON else 'llvmlite'}"
             for module in (
                 "compiled_rows",
                 "host_memory",
                 "bm25",
+                *TRITON,
                 "cpu_gate",
                 "few_queries",
                 "scan",

@@ -167,7 +167,7 @@ def test_backlog_hands_out_each_window_once() -> None:
         ids = np.array([i for row in more for i in row], np.int32)
         backlog.add(Windows(ids, np.cumsum([0, *map(len, more)], dtype=np.int64)))
         rows = np.arange(len(backlog.windows))
-        batches = [Batch(rows[i : i + 4], (8, 4)) for i in range(0, len(rows), 4)]
+        batches = [Batch(rows[i : i + 4], (8, 4), i + 4 <= len(rows)) for i in range(0, len(rows), 4)]
         for batch in backlog.take(batches, only_full=turn < 8):
             assert len(batch.members) == 4 or turn == 8
             for i in batch.members:
@@ -318,9 +318,19 @@ def test_without_cuda_the_cure_is_named() -> None:
 # ---- on a card
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["packed", "padded"])
+def packed(request: pytest.FixtureRequest) -> bool:
+    wanted: bool = request.param
+    if wanted:
+        pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    return wanted
+
+
 @pytest.fixture(scope="module")
-def on_card() -> CudaSentenceEncoder:
-    return CudaSentenceEncoder()
+def on_card(packed: bool) -> CudaSentenceEncoder:
+    encoder = CudaSentenceEncoder(packed=packed)
+    assert encoder.packing_note.startswith("packed" if packed else "padded")
+    return encoder
 
 
 @pytest.mark.gpu
@@ -330,7 +340,8 @@ def test_settings_choose_the_card() -> None:
 
     encoder = make_encoder(Settings(device="cuda"))
     assert isinstance(encoder, CudaSentenceEncoder)
-    assert (encoder.fingerprint.dtype, encoder.fingerprint.device) == ("float16", "cuda")
+    assert encoder.fingerprint.dtype == "float16"
+    assert encoder.fingerprint.device in ("cuda", "cuda in packed batches")
     assert isinstance(make_encoder(Settings(device="cpu")), SentenceEncoder)
 
 
@@ -365,25 +376,34 @@ def test_card_is_near_the_cpu(on_card: CudaSentenceEncoder) -> None:
 
 
 @pytest.mark.gpu
-def test_graphs_give_the_bits_of_the_eager_pass(on_card: CudaSentenceEncoder) -> None:
+def test_graphs_give_the_bits_of_the_eager_pass(on_card: CudaSentenceEncoder, packed: bool) -> None:
     on_card.prepare()
-    eager = CudaSentenceEncoder(graphs=False)
+    eager = CudaSentenceEncoder(graphs=False, packed=packed)
     assert np.array_equal(eager.encode(TEXTS), on_card.encode(TEXTS))
 
 
 @pytest.mark.gpu
-def test_two_encoders_on_a_card_agree(on_card: CudaSentenceEncoder) -> None:
+def test_packed_bits_do_not_depend_on_the_size_of_a_batch(on_card: CudaSentenceEncoder, packed: bool) -> None:
+    if not packed:
+        pytest.skip("cuBLAS may take another kernel for another shape")
+    small = CudaSentenceEncoder(places=1_024)
+    assert small.fingerprint == on_card.fingerprint
+    assert np.array_equal(small.encode(TEXTS), on_card.encode(TEXTS))
+
+
+@pytest.mark.gpu
+def test_two_encoders_on_a_card_agree(on_card: CudaSentenceEncoder, packed: bool) -> None:
     expected = on_card.encode(TEXTS)
-    other = CudaSentenceEncoder()
+    other = CudaSentenceEncoder(packed=packed)
     assert np.array_equal(other.encode(TEXTS), expected)
 
 
 @pytest.mark.gpu
-def test_the_end_of_one_encoder_leaves_another_its_bits(on_card: CudaSentenceEncoder) -> None:
+def test_the_end_of_one_encoder_leaves_another_its_bits(on_card: CudaSentenceEncoder, packed: bool) -> None:
     """The workspaces of its graphs are freed, and the memory is written over."""
     on_card.prepare()
     expected = on_card.encode(TEXTS)
-    other = CudaSentenceEncoder(places=16_384)
+    other = CudaSentenceEncoder(places=8_192 if packed else 16_384, packed=packed)
     other.prepare()
     other.encode(TEXTS)
     del other

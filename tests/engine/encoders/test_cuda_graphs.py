@@ -15,7 +15,7 @@ from undertow.engine.encoders.cuda import FixedShape, GraphSpace
 
 
 def test_a_fixed_shape_computes_and_overwrites() -> None:
-    double = FixedShape(lambda x: 2.0 * x[:, :2].float(), torch.zeros((3, 4), dtype=torch.int32), 2)
+    double = FixedShape(lambda x: 2.0 * x[:, :2].float(), torch.zeros((3, 4), dtype=torch.int32), (3, 2))
     first = double(torch.arange(12, dtype=torch.int32).reshape(3, 4))
     assert first.tolist() == [[0, 2], [8, 10], [16, 18]]
     assert double(torch.ones((3, 4), dtype=torch.int32)).data_ptr() == first.data_ptr()

@@ -1,0 +1,103 @@
+"""A linear layer over packed tokens, with GELU if wanted, as one Triton kernel.
+
+A row's bits depend on that row alone: each program adds up all of K in one order, whichever rows it has.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from undertow.kernels.encoder.layout import ROW_TILE
+
+Weights = tuple[torch.Tensor, torch.Tensor]
+"""A linear layer's weight, float16 [N, K], and bias, float16 [N]."""
+
+
+class Tile(NamedTuple):
+    """What one program computes, and how: `rows` x `columns` of the result, in steps of `depth`."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+TILE = Tile(ROW_TILE, 128, 64, warps=8, stages=3)
+WIDE_TILE = Tile(ROW_TILE, 256, 64, warps=8, stages=3)
+
+
+def tile_of(columns: int) -> Tile:
+    """The tile for a result of so many columns: wide where it fits, since it reads x fewer times."""
+    return TILE if columns % WIDE_TILE.columns else WIDE_TILE
+
+
+@triton.jit
+def _linear(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    used: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GELU: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """out [M, N] = x [M, K] @ weight [N, K].T + bias, of BLOCK_M x BLOCK_N elements a program."""
+    # Programs that share rows of x run side by side, and the weights stay in the cache.
+    tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    first = tl.program_id(0) // tiles * BLOCK_M
+    if first >= tl.load(used):
+        return
+    rows = first + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    x_at = x + rows[:, None] * K + depth[None, :]
+    weight_at = weight + columns[None, :] * K + depth[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0 and N % BLOCK_N == 0:
+            a, b = tl.load(x_at), tl.load(weight_at)
+        else:
+            inside = depth + k < K
+            a = tl.load(x_at, mask=inside[None, :], other=0.0)
+            b = tl.load(weight_at, mask=inside[:, None] & (columns < N)[None, :], other=0.0)
+        total = tl.dot(a, b, total)
+        x_at += BLOCK_K
+        weight_at += BLOCK_K
+    total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    if GELU:
+        total = 0.5 * total * (1.0 + tl.erf(total * 0.7071067811865476))
+    out_at = out + rows[:, None] * N + columns[None, :]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=(columns < N)[None, :])
+
+
+def linear(x: torch.Tensor, weights: Weights, used: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
+    """x @ weight.T + bias, then GELU with erf if `gelu`: float16 [tokens, N], summed in float32.
+
+    `x` float16 [tokens, K], `used` int32 [1]. Rows of tiles
+    beyond `used` are left as they are.
+    """
+    (weight, bias), (tokens, depth) = weights, x.shape
+    columns = len(weight)
+    out = x.new_empty((tokens, columns))
+    tile = tile_of(columns)
+    _linear[(tokens // tile.rows * triton.cdiv(columns, tile.columns),)](
+        *(x, weight, bias, out, used),
+        N=columns,
+        K=depth,
+        GELU=gelu,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out

