@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import shutil
 import sys
+import sysconfig
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -84,9 +87,22 @@ def why_no_triton(device: str) -> str | None:
     """
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
-    interprets = bool(importlib.import_module("triton").knobs.runtime.interpret)
+    triton = importlib.import_module("triton")
+    if not hasattr(triton, "knobs"):
+        return f"Triton {triton.__version__} is too old: pip install --upgrade triton"
+    interprets = bool(triton.knobs.runtime.interpret)
     if interprets != (device == "cpu"):
         return f"Triton {'interprets' if interprets else 'compiles for CUDA'}, which is not for {device!r}"
+    return None if interprets else _why_no_launchers(triton.knobs.build)
+
+
+def _why_no_launchers(build: Any) -> str | None:
+    """What Triton lacks to compile the C code that launches a kernel; `build`: its settings."""
+    if not (build.impl or build.cc or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton finds no C compiler for its launchers: install gcc"
+    folders = (sysconfig.get_paths()["include"], sysconfig.get_paths("posix_prefix")["include"])
+    if not any(Path(folder, "Python.h").is_file() for folder in folders):
+        return "Triton finds no Python.h for its launchers: install python3-dev"
     return None
 
 

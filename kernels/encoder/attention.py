@@ -13,7 +13,7 @@ import triton.language as tl
 
 from undertow.kernels.encoder.layout import QUERY_BLOCK, PackedTokens
 
-KEY_BLOCK = 64
+KEY_BLOCK = 32
 WARPS = 4
 STAGES = 2
 WIDEST_HEAD = 128

@@ -27,13 +27,17 @@ class Tile(NamedTuple):
     stages: int
 
 
+# The fastest of ten on an H100, with and without GELU; wider ones spill registers.
 TILE = Tile(ROW_TILE, 128, 64, warps=8, stages=3)
-WIDE_TILE = Tile(ROW_TILE, 256, 64, warps=8, stages=3)
 
 
-def tile_of(columns: int) -> Tile:
-    """The tile for a result of so many columns: wide where it fits, since it reads x fewer times."""
-    return TILE if columns % WIDE_TILE.columns else WIDE_TILE
+@triton.jit
+def _erf(x: tl.tensor) -> tl.tensor:
+    """erf within 1.5e-7 (Abramowitz and Stegun, 7.1.26), without the branches of tl.erf."""
+    t = 1.0 / (1.0 + 0.3275911 * tl.abs(x))
+    sums = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    size = 1.0 - sums * tl.exp(-x * x)
+    return tl.where(x < 0, -size, size)
 
 
 @triton.jit
@@ -74,7 +78,7 @@ def _linear(
         weight_at += BLOCK_K
     total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     if GELU:
-        total = 0.5 * total * (1.0 + tl.erf(total * 0.7071067811865476))
+        total = 0.5 * total * (1.0 + _erf(total * 0.7071067811865476))
     out_at = out + rows[:, None] * N + columns[None, :]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=(columns < N)[None, :])
 
@@ -88,16 +92,15 @@ def linear(x: torch.Tensor, weights: Weights, used: torch.Tensor, *, gelu: bool 
     (weight, bias), (tokens, depth) = weights, x.shape
     columns = len(weight)
     out = x.new_empty((tokens, columns))
-    tile = tile_of(columns)
-    _linear[(tokens // tile.rows * triton.cdiv(columns, tile.columns),)](
+    _linear[(tokens // TILE.rows * triton.cdiv(columns, TILE.columns),)](
         *(x, weight, bias, out, used),
         N=columns,
         K=depth,
         GELU=gelu,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns,
-        BLOCK_K=tile.depth,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        BLOCK_M=TILE.rows,
+        BLOCK_N=TILE.columns,
+        BLOCK_K=TILE.depth,
+        num_warps=TILE.warps,
+        num_stages=TILE.stages,
     )
     return out

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,7 @@ from undertow.engine.encoders.cuda import CudaSentenceEncoder
 from undertow.engine.encoders.model_files import DEFAULT_MODEL, load_model, model_folder
 from undertow.engine.encoders.packed import PackedModel, why_not_packed
 from undertow.engine.encoders.tokenizer import Windows
+from undertow.kernels import device
 
 ROOT = Path(__file__).parents[3]
 BERT: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -88,6 +92,26 @@ def test_without_triton_for_the_device_the_model_runs_itself(folder: str) -> Non
     assert encoder.fingerprint.device == "cpu in batches of 256 places"
     kept = CudaSentenceEncoder(folder, dtype="float16", device="cpu", packed=False)
     assert kept.packing_note == "padded batches: not wanted"
+
+
+def test_what_triton_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = SimpleNamespace(__version__="3.3.0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install triton" in (device.why_no_triton("cuda") or "")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib, "import_module", lambda name: triton)
+    assert "too old" in (device.why_no_triton("cuda") or "")
+    build = SimpleNamespace(impl=None, cc=None)
+    triton.knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False), build=build)
+    assert "compiles for CUDA" in (device.why_no_triton("cpu") or "")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "install gcc" in (device.why_no_triton("cuda") or "")
+    build.cc = "cc"
+    monkeypatch.setattr(sysconfig, "get_paths", lambda *scheme: {"include": "/nowhere"})
+    assert "Python.h" in (device.why_no_triton("cuda") or "")
+    triton.knobs.runtime.interpret = True
+    assert device.why_no_triton("cpu") is None
+    assert "interprets" in (device.why_no_triton("cuda") or "")
 
 
 def packed_model(tokens: int = 256) -> PackedModel:
