@@ -61,7 +61,7 @@ for wheel in Path(sys.argv[1]).glob("*.whl"):
                 out.addfile(entry, source)
 END
 rm -r "$folder/wheels"
-[ ! -f ../shared/data/locomo_dev.json ] || cp ../shared/data/locomo_dev.json "$folder/two/"
+[ ! -f ../shared/data/locomo_dev.json ] || cp ../shared/data/locomo_dev.json "$folder/one/"
 du -sh "$folder/one" "$folder/two"
 
 cat <<END

@@ -4,8 +4,6 @@
 #   bash bench/gpu/kit/engine.sh FOLDER/two      as bench/gpu/kit.sh has made it
 folder=$1
 . "$(dirname "$0")/steps.sh"
-mkdir -p shared/data
-cp "$folder"/locomo_dev.json shared/data/ 2>/dev/null
 
 step unpack 60 bash -c 'for packed in "$2"/*.tar.xz; do tar -xJf "$packed" -C "$1"; done; ls "$1"' - "$site" "$folder"
 step encoder 90 $pytest tests/engine/encoders

@@ -9,6 +9,7 @@ step machine 40 bash -c '
     nvidia-smi; nproc; nvcc --version
     python3 -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$1" "$2"/wheels/*.whl
     cp -r "$2"/site/. "$1"/
+    mkdir -p shared/data && cp "$2"/locomo_dev.json shared/data/
     python3 -m pip list' - "$site" "$folder"
 step kernels 120 $pytest tests/kernels
 step compile 60 python3 -m pytest -q -p no:cacheprovider tests/kernels/test_gate_compile.py
