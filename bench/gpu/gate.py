@@ -18,7 +18,7 @@ from undertow.kernels.gate.factory import make_gate
 from undertow.kernels.gate.gate import Gate, GateReadings
 
 _CHECKED = 24
-# where 4% of the rows count instead of 0.8%
+# where 5% of the rows count instead of 1%
 _LOW_THETA = 0.55
 _LOOP_REPEATS = 5
 
