@@ -3,23 +3,27 @@
     python -m undertow.bench.quality.side_by_side FOLDER... --out docs/results/ablations
 
 Takes the folders that `undertow eval` has written (`--out`), and calls each by its folder's name. The first
-is what the others are compared with, question by question. Writes FILE.json, with the summaries, and
-FILE.png, and prints the table.
+is what the others are compared with, question by question: a difference comes with the interval that holds it
+in 95 of 100 cases, by bootstrap over questions, and is called not distinguishable where that includes zero.
+Writes FILE.json, with the summaries, and FILE.png, and prints the table.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import orjson
 
 from undertow.bench.machine import commit, describe
 from undertow.bench.quality.json_lines import Key, key_of, write_json
-from undertow.bench.quality.run.evaluate import ANSWERS
-from undertow.bench.quality.run.summary import SUMMARY, over_runs
+from undertow.bench.quality.run.evaluate import ANSWERS, VERDICTS
+from undertow.bench.quality.run.judging import RIGHT, UNJUDGED
+from undertow.bench.quality.run.summary import SUMMARY, UNCLEAR, difference
 from undertow.engine.base.model import UndertowError
 from undertow.prompts.builders import QUERY_OPERATIONS
 
@@ -35,24 +39,25 @@ Summary = dict[str, Any]
 
 
 def read(folders: Sequence[Path]) -> dict[str, Summary]:
-    """Each folder's summary, by the folder's name, `f1_difference` from the first added.
+    """Each folder's summary, by the folder's name; `f1_difference`, `judge_difference` from the first added.
 
     UndertowError: one has none, two have one name, what must be alike is not, or a question has no answer.
     """
     found: dict[str, Summary] = {}
     base: dict[Key, float] = {}
+    judged_base: dict[Key, float] = {}
     for folder in folders:
         summary = _summary(folder)
         first = next(iter(found.values()), summary)
         _check_alike(folder, summary, first)
         if folder.name in found:
             raise UndertowError(f"{folder}: there is a {folder.name} already. Give each a name of its own.")
-        f1 = _f1_by_question(folder, first["repeats"])
-        base = base if found else f1
+        f1, judged = _f1(folder, first["repeats"]), _judged(folder, first["repeats"])
+        base, judged_base = (base, judged_base) if found else (f1, judged)
         _check_answered(folder, base.keys() - f1.keys(), folders[0])
         _check_answered(folders[0], f1.keys() - base.keys(), folder)
-        differences = [(key, f1[key] - was) for key, was in base.items()]
-        summary["f1_difference"] = over_runs(differences, first["repeats"])
+        summary["f1_difference"] = _difference(base, f1)
+        summary["judge_difference"] = _difference(judged_base, judged)
         found[folder.name] = summary
     return found
 
@@ -85,17 +90,36 @@ def _field(summary: Summary, name: str) -> Any:
     return value
 
 
-def _f1_by_question(folder: Path, repeats: int) -> dict[Key, float]:
-    """Of the summary's runs: an earlier command may have left more. Of two lines of one key the later counts.
-
-    Only the figure is kept: with their material the lines may be more than memory holds.
-    """
+def _f1(folder: Path, repeats: int) -> dict[Key, float]:
+    """By run and question. Only the figure is kept: with their material lines may exceed the memory."""
     try:
-        with (folder / ANSWERS).open("rb") as file:
-            lines = map(orjson.loads, file)
-            return {key_of(line): line.get("f1", 0.0) for line in lines if line["run"] <= repeats}
+        return {key_of(line): line.get("f1", 0.0) for line in _lines(folder / ANSWERS, repeats)}
     except FileNotFoundError:
         raise UndertowError(f"{folder} has no {ANSWERS}. Name folders as undertow eval wrote them.") from None
+
+
+def _judged(folder: Path, repeats: int) -> dict[Key, float]:
+    """1 where the judge found the answer right, 0 where wrong or none; without those that it left open."""
+    verdicts = folder / VERDICTS
+    if not verdicts.exists():
+        return {}
+    failed = {key_of(line): 0.0 for line in _lines(folder / ANSWERS, repeats) if "answer" not in line}
+    told = (line for line in _lines(verdicts, repeats) if line["verdict"] != UNJUDGED)
+    return failed | {key_of(line): float(line["verdict"] == RIGHT) for line in told}
+
+
+def _lines(path: Path, repeats: int) -> Iterator[dict[str, Any]]:
+    """Of the summary's runs; an earlier command may have left more. Of two lines of a key the last counts."""
+    with path.open("rb") as file:
+        yield from (line for line in map(orjson.loads, file) if line["run"] <= repeats)
+
+
+def _difference(base: Mapping[Key, float], other: Mapping[Key, float]) -> dict[str, Any]:
+    """Of what both have, each question with its mean over the runs."""
+    by_question: defaultdict[str, list[float]] = defaultdict(list)
+    for key in sorted(base.keys() & other.keys()):
+        by_question[key[1]].append(other[key] - base[key])
+    return difference([fmean(of) for of in by_question.values()])
 
 
 def _check_answered(folder: Path, lacking: Set[Key], other: Path) -> None:
@@ -108,27 +132,34 @@ def _check_answered(folder: Path, lacking: Set[Key], other: Path) -> None:
 
 
 def table(summaries: Mapping[str, Summary]) -> str:
-    """Markdown: mean and standard error over questions; tokens of construction and of a question."""
+    """Markdown: means with standard errors, differences with intervals; tokens to construct and to ask."""
     rows = [
-        "| | judge | F1 | F1, difference | construction tokens | prompt tokens a question |",
-        "|---|---|---|---|---|---|",
+        "| | judge | difference | F1 | difference | construction tokens | prompt tokens a question |",
+        "|---|---|---|---|---|---|---|",
     ]
     for n, (name, of) in enumerate(summaries.items()):
         built = sum(op["tokens"] for op in of["construction"]["by_operation"].values())
         cells = [
-            *(f"`{name}`", _told(of["judge"]), _told(of["f1"])),
-            *(_told(of["f1_difference"], sign="+") if n else "", f"{built:,.0f}"),
+            *(f"`{name}`", _told(of["judge"]), _differs(of["judge_difference"]) if n else ""),
+            *(_told(of["f1"]), _differs(of["f1_difference"]) if n else "", f"{built:,.0f}"),
             f"{of['query']['prompt_tokens_per_question']:,.0f}",
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def _told(of: Mapping[str, float | None], sign: str = "") -> str:
+def _told(of: Mapping[str, float | None]) -> str:
     if of["mean"] is None:
         return ""
     error = of["standard_error"]
-    return f"{of['mean']:{sign}.3f}" + ("" if error is None else f" ± {error:.3f}")
+    return f"{of['mean']:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def _differs(of: Mapping[str, Any]) -> str:
+    if of["low"] is None:
+        return "" if of["mean"] is None else f"{of['mean']:+.3f}"
+    unclear = f", {UNCLEAR}" if of["verdict"] == UNCLEAR else ""
+    return f"{of['mean']:+.3f} [{of['low']:+.3f}, {of['high']:+.3f}]{unclear}"
 
 
 def draw(summaries: Mapping[str, Summary], path: Path, title: str) -> None:

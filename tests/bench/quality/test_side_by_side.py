@@ -51,15 +51,20 @@ def test_differences_are_taken_question_by_question(
     recmem, without, rag, _ = folders
     assert main([str(recmem), str(without), str(rag), "--out", str(tmp_path / "made" / "both")]) == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
-    assert head.startswith("| | judge | F1 | F1, difference |")
+    assert head.startswith("| | judge | difference | F1 | difference |")
     assert [row.split("`")[1] for row in rows] == ["recmem", "without-facts", "rag"]
-    assert rows[0].split("|")[4].strip() == "" and rows[2].split("|")[5].strip() == "0"
+    assert rows[0].split("|")[3].strip() == rows[0].split("|")[5].strip() == ""
+    assert rows[2].split("|")[6].strip() == "0"
     told = json.loads((tmp_path / "made" / "both.json").read_bytes())
     assert told["benchmark"] == "locomo" and "cpu" in told["machine"]
     base, other = f1_of(recmem), f1_of(rag)
     expected = sum(other[question] - base[question] for question in base) / len(base)
     assert told["evaluations"]["rag"]["f1_difference"]["mean"] == pytest.approx(expected, abs=1e-4)
     assert told["evaluations"]["recmem"]["f1_difference"]["mean"] == 0
+    for figure in ("f1_difference", "judge_difference"):
+        of = told["evaluations"]["rag"][figure]
+        assert of["low"] <= of["mean"] <= of["high"]
+        assert (of["verdict"] == "not distinguishable") == (of["low"] <= 0 <= of["high"])
     assert (tmp_path / "made" / "both.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -94,7 +99,9 @@ def made(folder: Path, f1: Mapping[tuple[int, str], float], /, **changes: Any) -
     }
     folder.mkdir()
     (folder / "summary.json").write_text(json.dumps(summary | changes))
-    lines = [{"run": run, "question_id": question, "f1": of} for (run, question), of in f1.items()]
+    lines = [
+        {"run": run, "question_id": question, "f1": of, "answer": "a"} for (run, question), of in f1.items()
+    ]
     (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -145,8 +152,24 @@ def test_runs_beyond_the_repeats_count_nowhere(tmp_path: Path) -> None:
     """A command with more --repeats has left them: the summary is not about them."""
     base, other = made(tmp_path / "base", TWICE), made(tmp_path / "other", dict.fromkeys(ONCE, 0.0))
     difference = read([base, other])["other"]["f1_difference"]
-    assert difference == {"mean": -0.375, "spread": None, "standard_error": 0.125}
-    assert read([other, base])["base"]["f1_difference"]["standard_error"] == 0.125
+    assert difference == {"mean": -0.375, "low": -0.5, "high": -0.25, "verdict": "worse"}
+    assert read([other, base])["base"]["f1_difference"]["verdict"] == "better"
+
+
+def test_the_judge_is_compared_on_what_it_judged_twice(tmp_path: Path) -> None:
+    """An answer that is missing is wrong; what the judge left open in one of the two counts in neither."""
+    questions = dict.fromkeys([(1, f"q{n}") for n in range(40)], 0.5)
+    base, other, third = (made(tmp_path / name, questions) for name in ("base", "other", "third"))
+    for folder, right in ((base, 10), (other, 30)):
+        verdicts = ["right" if n < right else "wrong" for n in range(40)]
+        verdicts[0] = "unjudged" if folder == other else "right"
+        lines = [{"run": 1, "question_id": f"q{n}", "verdict": said} for n, said in enumerate(verdicts)]
+        (folder / "verdicts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = read([base, other, third])
+    of = told["other"]["judge_difference"]
+    assert of["mean"] == pytest.approx(20 / 39, abs=1e-4) and of["verdict"] == "better"
+    nothing = {"mean": None, "low": None, "high": None, "verdict": "not distinguishable"}
+    assert told["third"]["judge_difference"] == nothing
 
 
 def test_a_question_without_a_line_is_refused(tmp_path: Path) -> None:
@@ -166,10 +189,10 @@ def test_a_folder_of_evidence_alone_is_refused(tmp_path: Path) -> None:
 
 
 def test_material_is_not_held_in_memory(tmp_path: Path) -> None:
-    folder, count, size_bytes = made(tmp_path / "full", {}), 100, 100_000
+    folder, count, size_bytes = made(tmp_path / "full", {}), 100, 500_000
     with (folder / "answers.jsonl").open("w") as out:
         for n in range(count):
-            line = {"run": 1, "question_id": str(n), "f1": 0.5, "material": "x" * size_bytes}
+            line = {"run": 1, "question_id": str(n), "f1": 0.5, "answer": "a", "material": "x" * size_bytes}
             out.write(json.dumps(line) + "\n")
     tracemalloc.start()
     try:
