@@ -32,6 +32,7 @@ from undertow.bench.gpu.figures import (
 )
 from undertow.bench.gpu.rig import FULL, QUICK, Limits, Rig, Scale, measure_limits
 from undertow.kernels import device
+from undertow.kernels.gate.factory import make_gate
 from undertow.kernels.gate.gate import Gate
 
 from ..support.kernels.gate_worlds import shim_arena, shim_gate
@@ -260,6 +261,8 @@ def test_gate_rehearsed(rig: Rig, kernels: str) -> None:
     assert kernel is not None and bandwidth is not None
     assert bandwidth == pytest.approx(100 * part.details["equal"]["bytes_read"] / 1e9 / (kernel / 1e3))
     assert part.details["skewed"]["largest"] == TINY.largest
+    timed = [v for v in part.details["equal"].values() if isinstance(v, dict)] + [part.details["skewed"]]
+    assert len(timed) == len(TINY.queries) + 2 and all(0 < t["hits"]["share"] < 1 for t in timed)
     json.dumps(part.details)
 
 
@@ -275,6 +278,18 @@ def test_a_gate_that_is_wrong_has_no_figures(rig: Rig, monkeypatch: pytest.Monke
     monkeypatch.setattr(gpu_gate, "make_gate", forgetful)
     with pytest.raises(WrongResults, match="24 questions"):
         gpu_gate.measure(rig, replace(TINY, tenants=24), LIMITS)
+
+
+def test_a_load_of_which_no_row_counts_is_void(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_gate, "_LOW_THETA", 1.01)
+    with pytest.raises(WrongResults, match="no row reaches theta"):
+        gpu_gate.measure(rig, TINY, LIMITS)
+
+
+def test_a_share_of_a_real_load_counts(rig: Rig) -> None:
+    world = gpu_load.World(rig, gpu_load.equal_sizes(150, 150_000), 1, FULL.dim)
+    found = make_gate(world.arena).read(**world.questions(1))
+    assert 0.005 < found.count.sum() / world.sizes.sum() < 0.02
 
 
 def test_topk_rehearsed(rig: Rig, kernels: str) -> None:
