@@ -260,6 +260,9 @@ def test_gate_rehearsed(rig: Rig, kernels: str) -> None:
     kernel, bandwidth = found["gate_kernel"], found["gate_bandwidth"]
     assert kernel is not None and bandwidth is not None
     assert bandwidth == pytest.approx(100 * part.details["equal"]["bytes_read"] / 1e9 / (kernel / 1e3))
+    (time,) = [f for f in part.figures if f.key == "gate_kernel"]
+    (share,) = [f for f in part.figures if f.key == "gate_bandwidth"]
+    assert time.target == pytest.approx((time.limit or 0) / 0.85) and time.reached == share.reached
     assert part.details["skewed"]["largest"] == TINY.largest
     timed = [v for v in part.details["equal"].values() if isinstance(v, dict)] + [part.details["skewed"]]
     assert len(timed) == len(TINY.queries) + 2 and all(0 < t["hits"]["share"] < 1 for t in timed)
