@@ -67,12 +67,12 @@ def _time(
     found = _check(world, gate, asked)
     return {
         "hits": {"rows": int(found.count.sum()), "share": float(found.count.sum() / asked["visible"].sum())},
-        "kernels": spread(rig.device_s(_launcher(gate, asked), repeats)),
+        "kernels": spread(rig.device_s(launcher(gate, asked), repeats)),
         "call": spread(rig.wall_s(partial(gate.read, **asked), repeats)),
     }
 
 
-def _launcher(gate: Gate, asked: dict[str, Any]) -> Callable[[], object]:
+def launcher(gate: Gate, asked: dict[str, Any]) -> Callable[[], object]:
     """What the device does for a batch that is planned and uploaded; a gate without a device does it all."""
     if isinstance(gate, CudaGate):
         return partial(gate.launch, gate.prepare(**asked))

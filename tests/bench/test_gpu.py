@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from undertow.bench.gpu import gate as gpu_gate
+from undertow.bench.gpu import launches as gpu_launches
 from undertow.bench.gpu import load as gpu_load
 from undertow.bench.gpu import run as gpu
 from undertow.bench.gpu import topk as gpu_topk
@@ -244,7 +245,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The CPU's arena and gate; and the card's, their memory torch's, their kernels compiled for the host."""
     if request.param == "shim":
         monkeypatch.setattr(gpu_load, "make_arena", lambda dim, device, nbytes: shim_arena(dim, nbytes))
-        for module in (gpu_gate, gpu_topk):
+        for module in (gpu_gate, gpu_topk, gpu_launches):
             monkeypatch.setattr(module, "make_gate", shim_gate)
     return str(request.param)
 
@@ -293,6 +294,11 @@ def test_a_share_of_a_real_load_counts(rig: Rig) -> None:
     world = gpu_load.World(rig, gpu_load.equal_sizes(150, 150_000), 1, FULL.dim)
     found = make_gate(world.arena).read(**world.questions(1))
     assert 0.005 < found.count.sum() / world.sizes.sum() < 0.02
+
+
+def test_launches_for_a_profiler_rehearsed(rig: Rig, kernels: str) -> None:
+    world = gpu_launches.launch(rig, TINY.tenants, TINY.rows, TINY.dim)
+    assert world.bytes_read == TINY.tenants * (TINY.rows - 1 + 5) * (2 * TINY.dim + 1)
 
 
 def test_topk_rehearsed(rig: Rig, kernels: str) -> None:
