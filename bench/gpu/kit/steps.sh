@@ -2,7 +2,7 @@
 # STEPS="NAME NAME ..." runs these alone; KIT_SECONDS is the time for all steps of a script together.
 export OUT=${OUT:-build/gpu} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 site=${KIT_SITE:-/tmp/undertow-kit}
-export PYTHONPATH=$PWD/src:$site
+export folder site PYTHONPATH=$PWD/src:$site
 pytest="python3 -m pytest -q -p no:cacheprovider --require-gpu"
 log=$OUT/$(basename "$0" .sh).log
 mkdir -p "$OUT" "$site"
@@ -11,6 +11,16 @@ if [ -f "$folder/locomo_dev.json" ] && [ ! -f ../shared/data/locomo_dev.json ]; 
 fi
 : > "$log"
 table=""
+
+unpack() { # all that the folder holds, into $site
+    python3 -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$site" "$folder"/wheels/*.whl
+    [ ! -d "$folder/site" ] || cp -r "$folder"/site/. "$site"/
+    local packed
+    for packed in "$folder"/*.tar.xz; do
+        [ ! -f "$packed" ] || tar -xJf "$packed" -C "$site" || python3 -m tarfile -e "$packed" "$site"
+    done
+}
+export -f unpack
 
 step() { # NAME SECONDS COMMAND...: goes on whatever comes of it
     local name=$1 limit=$2 began=$SECONDS code=0 left=$((${KIT_SECONDS:-$all_seconds} - 5 - SECONDS))
