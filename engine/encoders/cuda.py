@@ -400,7 +400,7 @@ def fixed_orders(device: str) -> Iterator[None]:
     """On CUDA, only kernels in which the order of a row's sums does not depend on where the row stands.
 
     Attention: the one that takes masks and never splits a row's keys over blocks. Products: none that splits
-    the sum over blocks or adds up in fp16.
+    the sum over blocks or adds up in 16 bits.
     """
     if device != "cuda":
         yield
@@ -409,14 +409,16 @@ def fixed_orders(device: str) -> Iterator[None]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     products: Any = torch.backends.cuda.matmul
-    name = "allow_fp16_reduced_precision_reduction"
-    before = getattr(products, name), getattr(products, f"{name}_split_k")
-    setattr(products, name, (False, False))
+    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("fp16", "bf16")]
+    before = {name: (getattr(products, name), getattr(products, f"{name}_split_k")) for name in names}
+    for name in names:
+        setattr(products, name, (False, False))
     try:
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             yield
     finally:
-        setattr(products, name, before)
+        for name, values in before.items():
+            setattr(products, name, values)
 
 
 def _unit(vectors: torch.Tensor) -> torch.Tensor:

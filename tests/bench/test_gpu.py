@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from undertow.bench.gpu import gate as gpu_gate
+from undertow.bench.gpu import launches as gpu_launches
 from undertow.bench.gpu import load as gpu_load
 from undertow.bench.gpu import run as gpu
 from undertow.bench.gpu import topk as gpu_topk
@@ -32,6 +33,7 @@ from undertow.bench.gpu.figures import (
 )
 from undertow.bench.gpu.rig import FULL, QUICK, Limits, Rig, Scale, measure_limits
 from undertow.kernels import device
+from undertow.kernels.gate.factory import make_gate
 from undertow.kernels.gate.gate import Gate
 
 from ..support.kernels.gate_worlds import shim_arena, shim_gate
@@ -243,7 +245,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The CPU's arena and gate; and the card's, their memory torch's, their kernels compiled for the host."""
     if request.param == "shim":
         monkeypatch.setattr(gpu_load, "make_arena", lambda dim, device, nbytes: shim_arena(dim, nbytes))
-        for module in (gpu_gate, gpu_topk):
+        for module in (gpu_gate, gpu_topk, gpu_launches):
             monkeypatch.setattr(module, "make_gate", shim_gate)
     return str(request.param)
 
@@ -259,7 +261,12 @@ def test_gate_rehearsed(rig: Rig, kernels: str) -> None:
     kernel, bandwidth = found["gate_kernel"], found["gate_bandwidth"]
     assert kernel is not None and bandwidth is not None
     assert bandwidth == pytest.approx(100 * part.details["equal"]["bytes_read"] / 1e9 / (kernel / 1e3))
+    (time,) = [f for f in part.figures if f.key == "gate_kernel"]
+    (share,) = [f for f in part.figures if f.key == "gate_bandwidth"]
+    assert time.target == pytest.approx((time.limit or 0) / 0.85) and time.reached == share.reached
     assert part.details["skewed"]["largest"] == TINY.largest
+    timed = [v for v in part.details["equal"].values() if isinstance(v, dict)] + [part.details["skewed"]]
+    assert len(timed) == len(TINY.queries) + 2 and all(0 < t["hits"]["share"] < 1 for t in timed)
     json.dumps(part.details)
 
 
@@ -275,6 +282,23 @@ def test_a_gate_that_is_wrong_has_no_figures(rig: Rig, monkeypatch: pytest.Monke
     monkeypatch.setattr(gpu_gate, "make_gate", forgetful)
     with pytest.raises(WrongResults, match="24 questions"):
         gpu_gate.measure(rig, replace(TINY, tenants=24), LIMITS)
+
+
+def test_a_load_of_which_no_row_counts_is_void(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_gate, "_LOW_THETA", 1.01)
+    with pytest.raises(WrongResults, match="no row reaches theta"):
+        gpu_gate.measure(rig, TINY, LIMITS)
+
+
+def test_a_share_of_a_real_load_counts(rig: Rig) -> None:
+    world = gpu_load.World(rig, gpu_load.equal_sizes(150, 150_000), 1, FULL.dim)
+    found = make_gate(world.arena).read(**world.questions(1))
+    assert 0.005 < found.count.sum() / world.sizes.sum() < 0.02
+
+
+def test_launches_for_a_profiler_rehearsed(rig: Rig, kernels: str) -> None:
+    world = gpu_launches.launch(rig, TINY.tenants, TINY.rows, TINY.dim)
+    assert world.bytes_read == TINY.tenants * (TINY.rows - 1 + 5) * (2 * TINY.dim + 1)
 
 
 def test_topk_rehearsed(rig: Rig, kernels: str) -> None:

@@ -272,21 +272,34 @@ def test_the_forward_pass_never_looks_at_values(device: _Small) -> None:
         assert device.unit_pooled(packed).shape == (8, 64)
 
 
-def test_products_that_split_a_sum_over_blocks_are_forbidden_while_a_shape_is_computed() -> None:
+def products_allowed() -> list[bool]:
+    """Whether fp16, then bf16 products may add up in 16 bits, and may split a sum over blocks."""
+    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("fp16", "bf16")]
     products: Any = torch.backends.cuda.matmul
+    return [getattr(products, name + which) for name in names for which in ("", "_split_k")]
 
-    def allowed() -> tuple[bool, bool]:
-        name = "allow_fp16_reduced_precision_reduction"
-        return getattr(products, name), getattr(products, f"{name}_split_k")
 
+def test_products_that_split_a_sum_over_blocks_are_forbidden_while_a_shape_is_computed(
+    device: _Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed, orders, seen = products_allowed, cuda_encoder.fixed_orders, []
     before = allowed()
     with cuda_encoder.fixed_orders("cuda"):
-        assert allowed() == (False, False)
+        assert not any(allowed())
     with pytest.raises(ZeroDivisionError), cuda_encoder.fixed_orders("cuda"):
         raise ZeroDivisionError
     assert allowed() == before
     with cuda_encoder.fixed_orders("cpu"):
         assert allowed() == before
+
+    def pooled(packed: torch.Tensor) -> torch.Tensor:
+        seen.append(allowed())
+        return torch.ones(len(packed), 64)
+
+    monkeypatch.setattr(device, "pooled", pooled)
+    monkeypatch.setattr(cuda_encoder, "fixed_orders", lambda kind: orders("cuda"))
+    device.unit_pooled(torch.zeros((8, 17), dtype=torch.int32))
+    assert seen == [[False] * 4] and allowed() == before
 
 
 def test_damaged_weights_are_an_error(tiny_model: str) -> None:
