@@ -13,8 +13,9 @@ from undertow.kernels.arena.vector_checks import Float16s, Vectors
 from undertow.kernels.device import cpu_count
 from undertow.kernels.error_bounds import error_slack
 from undertow.kernels.gate.few_queries import are_few, read_few
-from undertow.kernels.gate.gate import GateReadings, PlannedGate, Probes
+from undertow.kernels.gate.gate import GateReadings, Probes
 from undertow.kernels.gate.plan import Cells, GateHits, Plan, TaskLimits, shares_of, starts_of
+from undertow.kernels.gate.planned_gate import PlannedGate
 from undertow.kernels.gate.scan import (
     TILE,
     Bytes,

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from undertow.kernels.arena.arena import Arena
 from undertow.kernels.arena.vector_checks import Vectors, check_form, check_tensor, to_tensor
 from undertow.kernels.error_bounds import tensor_core_slack
-from undertow.kernels.gate.gate import GateReadings, PlannedGate, Probes
+from undertow.kernels.gate.gate import GateReadings, Probes
 from undertow.kernels.gate.plan import GateHits, Plan, TaskLimits
+from undertow.kernels.gate.planned_gate import PlannedGate
 
 _SOURCES = ("scores.cu", "gate.cu")
 

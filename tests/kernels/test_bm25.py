@@ -79,7 +79,8 @@ def by_columns(texts: Mapping[int, Sequence[int]], query: Sequence[int], rows: i
         owners = np.array([row for row, text in texts.items() if term in text], np.int64)
         counts = np.array([texts[row].count(term) for row in owners.tolist()], np.int32)
         lengths = np.array([len(texts[row]) for row in owners.tolist()], np.int32)
-        weight = np.log1p((len(texts) - len(owners) + 0.5) / (len(owners) + 0.5))
+        # of the C library, as compiled: NumPy has one of its own where the CPU has AVX-512
+        weight = math.log1p((len(texts) - len(owners) + 0.5) / (len(owners) + 0.5))
         most += weight
         out[owners] += weight * (counts / (counts + K1 * (1 - B + B * lengths * mean)))
     scores: list[float] = (out / most if most else out).tolist()

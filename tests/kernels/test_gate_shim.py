@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from undertow.kernels.error_bounds import MAX_NORM, tensor_core_slack
-from undertow.kernels.gate import gate as gate_module
+from undertow.kernels.gate import planned_gate
 from undertow.kernels.gate.cuda_gate import CudaGate, Rings, source
 from undertow.kernels.gate.gate import Gate, GateReadings, Probes
 from undertow.kernels.gate.plan import (
@@ -271,7 +271,7 @@ def test_a_batch_read_in_parts_reads_as_the_whole(backend: Backend, monkeypatch:
         return run(probes, plan)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(gate, "_run", counted)
-    monkeypatch.setattr(gate_module, "MAX_SPACE_BYTES", 1024)
+    monkeypatch.setattr(planned_gate, "MAX_SPACE_BYTES", 1024)
     same(whole, gate.read(**asked))
     assert sum(parts) == 40
     assert 1 < len(parts) <= 40

@@ -54,7 +54,7 @@ from ...support.service.http import is_problem, serving
 from ...support.soak.runs import private_bytes, report
 from ..telemetry.test_logs import logged
 
-STEPS = 2_000
+STEPS = 1_000
 SOAK_STEPS = 100_000
 STEPS_A_RUN = 100
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from undertow.kernels.arena.arena import Arena, make_arena
 from undertow.kernels.arena.device_memory import DeviceMemory
 from undertow.kernels.gate.cuda_gate import CudaGate, Rings
-from undertow.kernels.gate.gate import Gate, GateReadings, PlannedGate, Probes
+from undertow.kernels.gate.gate import Gate, GateReadings, Probes
+from undertow.kernels.gate.planned_gate import PlannedGate
 
 from ..oracles.gate import Row, Store, cosine, nearest, relevant
 from .cuda_shim.shim import COMPILER, ShimKernels, build
