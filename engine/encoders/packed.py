@@ -12,19 +12,17 @@ import numpy as np
 from undertow.engine.encoders.cpu import Batch, Shape
 from undertow.engine.encoders.tokenizer import Int32, Int64, Windows
 from undertow.kernels.device import why_no_triton
+from undertow.kernels.encoder.layout import QUERY_BLOCK, WIDEST_HEAD, Layout
 
 if TYPE_CHECKING:
     import torch
 
     from undertow.kernels.encoder.bert import Bert, Layer
     from undertow.kernels.encoder.layer_norm import Norm
-    from undertow.kernels.encoder.layout import Layout
     from undertow.kernels.encoder.linear import Weights
 
 WIDEST = 1_024
 """Hidden sizes above it are left to the model's own forward pass: LayerNorm keeps a row in registers."""
-
-WIDEST_HEAD = 128
 
 SHORTEST = 32
 """A batch of n tokens has room for n / SHORTEST windows: shorter texts leave places unused, which the
@@ -41,10 +39,8 @@ class PackedModel:
     """A model's forward pass over packed batches of `tokens` token places, each a single row."""
 
     def __init__(self, bert: Bert, tokens: int) -> None:
-        from undertow.kernels.encoder.layout import Layout
-
         self._bert = bert
-        self.layout: Layout = Layout(tokens, tokens // SHORTEST)
+        self.layout = Layout(tokens, tokens // SHORTEST)
         self.shape: Shape = (tokens, 1)
 
     def batches(self, lengths: Int64) -> list[Batch]:
@@ -62,8 +58,6 @@ class PackedModel:
 
     def pack(self, windows: Windows, batch: Batch, out: Int32) -> None:
         """Write a batch into `out`, int32 [layout.size], in full."""
-        from undertow.kernels.encoder.layout import QUERY_BLOCK
-
         parts = self.layout.parts(out)
         begins = windows.offsets[batch.members]
         lengths = windows.offsets[batch.members + 1] - begins

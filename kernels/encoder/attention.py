@@ -16,7 +16,6 @@ from undertow.kernels.encoder.layout import QUERY_BLOCK, PackedTokens
 KEY_BLOCK = 32
 WARPS = 4
 STAGES = 2
-WIDEST_HEAD = 128
 
 
 @triton.jit

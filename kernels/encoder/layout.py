@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 QUERY_BLOCK = 64
 """Query rows of one attention program."""
 
+WIDEST_HEAD = 128
+"""Models with wider heads keep their own forward pass."""
+
 ROW_TILE = 128
 """Token places of a batch are a multiple of this: the rows of one program of a matrix product."""
 

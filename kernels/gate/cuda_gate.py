@@ -96,11 +96,11 @@ class Rings:
 class CupyKernels:
     """Compiled by NVRTC for torch's current device: with rings from compute capability 9.0 on."""
 
-    def __init__(self, dim: int, rings: Rings | None = None) -> None:
+    def __init__(self, dim: int) -> None:
         self._cupy = importlib.import_module("cupy")
         card = self._cupy.cuda.Device(torch.cuda.current_device())
-        if rings is None and int(card.compute_capability) >= 90:
-            rings = Rings.fitting(dim, card.attributes["MaxSharedMemoryPerBlockOptin"])
+        bulk_copies = int(card.compute_capability) >= 90
+        rings = Rings.fitting(dim, card.attributes["MaxSharedMemoryPerBlockOptin"]) if bulk_copies else None
         options = (f"-DDIM={dim}", *(rings.options if rings else ()))
         module = self._cupy.RawModule(code=source(), options=options)
         self._functions = {name: module.get_function(name) for name in ("scan", "tally", "merge")}

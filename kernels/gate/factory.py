@@ -8,7 +8,7 @@ from undertow.kernels.gate.gate import Gate
 
 def make_gate(arena: Arena) -> Gate:
     """The fastest gate for the device that holds the arena's rows."""
-    # Imported here: a machine with a GPU may lack numba, one without may lack CuPy.
+    # Imported here: the compiled code of the other one is not loaded.
     if arena.device == "cuda":
         from undertow.kernels.gate.cuda_gate import CudaGate
 

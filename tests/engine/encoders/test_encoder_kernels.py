@@ -194,18 +194,33 @@ def test_on_a_card(check: Callable[[Kit], None]) -> None:
     check(kit("cuda"))
 
 
-SIZES: dict[str, dict[str, Any]] = {
-    "linear._linear": {"N": 384, "K": 1536, "GELU": True, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64},
-    "linear_norm._linear_add_norm": {"K": 1536, "BLOCK_M": 128, "PART": 128, "BLOCK_K": 64},
-    "attention._attention": {"HEADS": 12, "DIM": 32, "BLOCK_D": 32, "BLOCK_M": 64, "BLOCK_N": 64},
-    "layer_norm._add_norm": {"HIDDEN": 384, "BLOCK": 512, "ROWS": 4},
-    "layer_norm._embed": {"HIDDEN": 384, "BLOCK": 512, "ROWS": 4},
-    "pool._mean": {"HIDDEN": 384, "ROWS": 16, "COLUMNS": 128},
-}
+def launched(kit: Kit) -> dict[str, tuple[dict[str, Any], int]]:
+    """Of each kernel, the sizes with which MiniLM launches it, and its warps."""
+    tile, fused, norm, pool = kit.linear.TILE, kit.linear_norm, kit.layer_norm, kit.pool
+    tiles = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
+    rows = {"HIDDEN": 384, "BLOCK": 512, "ROWS": norm.ROWS}
+    blocks = {"BLOCK_M": kit.layout.QUERY_BLOCK, "BLOCK_N": kit.attention.KEY_BLOCK}
+    return {
+        "linear._linear": ({"N": 1536, "K": 384, "GELU": True, **tiles}, tile.warps),
+        "linear_norm._linear_add_norm": (
+            {"K": 1536, "BLOCK_M": fused.ROWS, "PART": fused.PART, "BLOCK_K": fused.DEPTH},
+            fused.WARPS,
+        ),
+        "attention._attention": ({"HEADS": 12, "DIM": 32, "BLOCK_D": 32, **blocks}, kit.attention.WARPS),
+        "layer_norm._add_norm": (rows, norm.WARPS),
+        "layer_norm._embed": (rows, norm.WARPS),
+        "pool._mean": ({"HIDDEN": 384, "ROWS": pool.ROWS, "COLUMNS": pool.COLUMNS}, pool.WARPS),
+    }
+
+
+KERNELS = (
+    *("linear._linear", "linear_norm._linear_add_norm", "attention._attention"),
+    *("layer_norm._add_norm", "layer_norm._embed", "pool._mean"),
+)
 INTEGERS = ("used", "ids", "positions", "starts", "block_start", "block_first", "block_length")
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", KERNELS)
 def test_compiles_for_an_h100(name: str) -> None:
     """Without a card. The interpreter accepts what the compiler does not."""
     from triton.backends.compiler import GPUTarget
@@ -216,12 +231,12 @@ def test_compiles_for_an_h100(name: str) -> None:
     given = {"eps": "fp32", "scale": "fp32", **dict.fromkeys(INTEGERS, "*i32")}
     if module == "pool":
         given["out"] = "*fp32"
-    names, sizes = function.arg_names, SIZES[name]
+    names, (sizes, warps) = function.arg_names, launched(kit("cuda"))[name]
     types = {n: "constexpr" if n in sizes else given.get(n, "*fp16") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].startswith("*")}
     values = {(names.index(n),): value for n, value in sizes.items()}
     source = ASTSource(function, types, values, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     assert compiled.metadata.shared <= 227 << 10
     assert ("wgmma" in compiled.asm["ptx"]) == (module in ("linear", "linear_norm", "attention"))
 
