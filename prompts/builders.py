@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,8 @@ UNDATED = "undated"
 _LOADER = FileSystemLoader(sorted((Path(__file__).parent / "templates").iterdir()))
 # how an answering prompt sorts its memories
 Order = Literal["relevance", "time"]
+# see AnswerStyle of the engine; each has its template
+Style = Literal["notes", "short", "paper"]
 RecMemOperation = Literal["episode", "merge", "refine", "direct", "salient"]
 EagerOperation = Literal["extract", "reconcile"]
 NemoriOperation = Literal[
@@ -103,13 +106,17 @@ class ShownMemory:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request to the LLM. `reply` is the schema of its reply; None for plain text."""
+    """One request to the LLM. `reply` is the schema of its reply; None for plain text.
+
+    `after_notes`: the text begins with notes, and what is wanted stands behind "Answer:".
+    """
 
     operation: Operation
     system: str
     user: str
     reply: type[Reply] | None
     version: str
+    after_notes: bool = False
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -253,10 +260,13 @@ def answer_prompt(
     as_of: str | None,
     *,
     order: Order = "relevance",
+    style: Style = "notes",
 ) -> Prompt:
     """Ask the question with memories of the three tiers (RecMem, section 3.5), sorted by `order`."""
     sections = (("Episodes", episodes), ("Facts", facts), ("Turns", turns))
-    return _prompt("answer", order=order, sections=sections, as_of=as_of, question=question)
+    asked = _block("question", "user", order=order, sections=sections, as_of=as_of, question=question)
+    system, version = _block(f"answer_{style}", "system"), answer_version(style)
+    return Prompt("answer", system, asked, None, version, after_notes=style != "paper")
 
 
 def repair_messages(prompt: Prompt, bad_reply: str, problem: str) -> list[dict[str, str]]:
@@ -286,12 +296,26 @@ def _defused(text: str) -> str:
 
 @cache
 def prompt_version(operation: Operation) -> str:
-    """12 hex digits: a digest of the fixed texts and the reply schema of `operation`."""
+    """12 hex digits: a digest of the fixed texts and the reply schema of `operation`, not "answer"."""
+    return _digest((f"{operation}.j2",), REPLIES[operation])
+
+
+@cache
+def answer_version(style: Style) -> str:
+    """As `prompt_version`, of the answering prompt in a style."""
+    return _digest((f"answer_{style}.j2", "question.j2"), None)
+
+
+def prompt_versions(style: Style) -> dict[Operation, str]:
+    """The version of each operation's prompt."""
+    return {op: answer_version(style) if op == "answer" else prompt_version(op) for op in sorted(REPLIES)}
+
+
+def _digest(templates: Sequence[str], reply: type[Reply] | None) -> str:
     digest = hashlib.blake2b(digest_size=6)
-    included = meta.find_referenced_templates(_templates().parse(_source(f"{operation}.j2")))
-    for name in (*filter(None, included), f"{operation}.j2", "repair.j2"):
+    included = [meta.find_referenced_templates(_templates().parse(_source(name))) for name in templates]
+    for name in (*filter(None, chain(*included)), *templates, "repair.j2"):
         digest.update(_source(name).encode() + b"\x1f")
-    reply = REPLIES[operation]
     if reply is not None:
         digest.update(json.dumps(reply.wire_schema(), sort_keys=True).encode())
     return digest.hexdigest()
@@ -318,7 +342,7 @@ def _block(template_name: str, block: str, **variables: Any) -> str:
 
 @cache
 def system_message(operation: Operation) -> str:
-    """The fixed text of an operation; unique to it."""
+    """The fixed text of an operation, not "answer"; unique to it."""
     return _block(operation, "system")
 
 

@@ -26,6 +26,7 @@ _MERGED_OLD_WORDS = 60  # the episode's words first, so that many merges do not 
 FACT_WORDS = 14
 _CACHE_BLOCK_TOKENS = 16
 _JUDGING = "yes or no"
+_NOTING = "\nNotes:"
 # fields with the number of a stored fact
 _FACT_NUMBERS = (".replaces", ".fact")
 # fields with the number of a note, stored or new
@@ -61,7 +62,8 @@ class MockReplies:
         if schema is None and _JUDGING in first[0]["content"]:
             return self._verdict(key)
         if schema is None:
-            return "From memory: " + (echo.words(_EPISODE_WORDS) or "nothing.")
+            answer = "From memory: " + (echo.words(_EPISODE_WORDS) or "nothing.")
+            return f"Notes: what is shown\nAnswer: {answer}" if _NOTING in first[0]["content"] else answer
         writer = _Writer(
             echo,
             schema,

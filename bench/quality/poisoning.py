@@ -33,7 +33,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
 from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.llm.client import BadReply
-from undertow.prompts.builders import REPLIES, prompt_version
+from undertow.prompts.builders import prompt_versions
 
 Verdict = Literal["absent", "reported", "asserted"]
 Outcome = dict[str, Any]
@@ -191,7 +191,7 @@ def main(
     if not cases:
         raise typer.BadParameter(f"no case has such a name; the names are in {CASES.name}")
     settings, outcomes = settings_for(llm, model), []
-    versions = {operation: prompt_version(operation) for operation in REPLIES}
+    versions = prompt_versions(settings.style_of_answers)
     about = {"model": model, "commit": commit(), "machine": describe(), "prompt_versions": versions}
     out.parent.mkdir(parents=True, exist_ok=True)
     with (

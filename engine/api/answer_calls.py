@@ -77,11 +77,12 @@ class AnswerCalls(SearchCalls):
         tenant, question = query.tenant, query.question
         recall = partial(self.recall, tenant, question)
         try:
-            answered_by = self._settings_of(tenant).mode_of(query.mode)
+            settings = self._settings_of(tenant)
+            answered_by, style = settings.mode_of(query.mode), settings.style_of_answers
         except ValueError as error:
             raise InputError.of("answer", "mode", str(error), "Leave it out.") from None
         as_of = None if query.as_of is None else parse_timestamp(query.as_of)
-        steps = answering(answered_by, Question(question, as_of, recall, self._budget))
+        steps = answering(answered_by, Question(question, as_of, recall, self._budget, style))
         incarnation, learns = self.tenants.incarnation(tenant), self._learns_of(tenant)
         asked = PendingAnswer(tenant, incarnation, question, learns, steps, on_text)
         self._go_on(asked)

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from undertow.engine.base.gpu_shares import GpuShares
-from undertow.engine.base.model import AnswerMode, PolicyName
+from undertow.engine.base.model import AnswerMode, AnswerStyle, PolicyName
 
 Profile = Literal["companion", "assistant", "paper"]
 # RecMem, section 4.3, and NEMORI, section 4.4: facts of the raw turns without episodes; episodes without
@@ -83,6 +83,8 @@ class Settings(BaseSettings):
     # (HiMem) reads notes first, and episodes only if the notes do not suffice. This `hybrid` is the paper's
     # term for notes and episodes; in `search` the word means dense and keyword scores
     answer_mode: AnswerMode = "hybrid"
+    # The answering prompt (prompts/templates/shared). None: notes, and paper under the profile "paper".
+    answer_style: AnswerStyle | None = None
     # What an answer is given: the best of all tiers in so many tokens (engine/search/packing.py). 0: the
     # counts below, whatever their length. None: 800, and 0 under the profile "paper".
     answer_tokens: int | None = Field(default=None, ge=0)
@@ -229,6 +231,11 @@ class Settings(BaseSettings):
         """The tokens of memories that an answer is given; 0: as many memories as the counts say."""
         usual = 0 if self.profile == "paper" else ANSWER_TOKENS
         return usual if self.answer_tokens is None else self.answer_tokens
+
+    @property
+    def style_of_answers(self) -> AnswerStyle:
+        usual: AnswerStyle = "paper" if self.profile == "paper" else "notes"
+        return self.answer_style or usual
 
     @property
     def similarity_threshold(self) -> float:

@@ -20,6 +20,8 @@ MemoryKind = Literal["episode", "fact"]
 PolicyName = Literal["recmem", "eager", "nemori", "himem"]
 # Which tiers an answer reads, and when (engine/search/answer_modes.py). Unrelated to the ranking of searches.
 AnswerMode = Literal["hybrid", "best_effort"]
+# How an answer is asked for: with notes before it, the same in a few words, or in one go as in the papers.
+AnswerStyle = Literal["notes", "short", "paper"]
 
 
 class Decision(StrEnum):

@@ -6,7 +6,14 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from undertow.engine.llm.replies import REASONING, REASONING_END, OnText, behind_reasoning
+from undertow.engine.llm.replies import (
+    REASONING,
+    REASONING_END,
+    OnText,
+    behind_reasoning,
+    is_only_notes,
+    notes_of,
+)
 
 
 def _storable(content: object) -> object:
@@ -65,12 +72,15 @@ class ModelList(BaseModel):
 class ReplyStream:
     """The pieces of one reply. The streamed text equals the reply of `read_reply`.
 
-    So neither leading reasoning is streamed nor surrounding white space, which is held back until more text
-    follows.
+    So neither leading reasoning nor notes are streamed, nor surrounding white space, which is held back until
+    more text follows.
     """
 
-    def __init__(self, on_text: OnText) -> None:
+    def __init__(self, on_text: OnText, *, after_notes: bool) -> None:
+        """`after_notes`: see Prompt."""
         self._on_text = on_text
+        self._after_notes = after_notes
+        self._notes = ""
         self._told: list[str] = []
         self._space = ""
         self._undecided = ""
@@ -85,18 +95,31 @@ class ReplyStream:
             self.finish_reason = part.finish_reason or self.finish_reason
             self._tell(part.delta.content or "")
 
-    def _behind_reasoning(self, content: str) -> str:
-        """The reply's beginning, once it is known to be none of a block of reasoning; else empty."""
+    def _beginning(self, content: str) -> str:
+        """The answer's beginning, once it is known to be neither reasoning nor notes; else empty."""
         text, self._undecided = behind_reasoning(self._undecided + content), ""
-        begun = text.startswith(REASONING)
-        if not begun and (self.finish_reason or not REASONING.startswith(text)):
-            return text
-        kept = len(REASONING)  # of the reasoning only what may be a part of its end
-        self._undecided = text[:kept] + text[kept:][-len(REASONING_END) + 1 :]
+        if text.startswith(REASONING):
+            kept = len(REASONING)  # of the reasoning only what may be a part of its end
+            self._undecided = text[:kept] + text[kept:][-len(REASONING_END) + 1 :]
+            return ""
+        if not self.finish_reason and REASONING.startswith(text):
+            self._undecided = text
+            return ""
+        return self._behind_notes(text) if self._after_notes else text
+
+    def _behind_notes(self, text: str) -> str:
+        self._notes = notes_of(text)
+        if self._notes or self._is_answer(text):
+            return text[len(self._notes) :]
+        self._undecided = text
         return ""
 
+    def _is_answer(self, text: str) -> bool:
+        """Whether a reply without the word "Answer" is one, now that it is complete."""
+        return self.finish_reason == "stop" and not is_only_notes(text)
+
     def _tell(self, content: str) -> None:
-        text = self._space + content if self._told else self._behind_reasoning(content)
+        text = self._space + content if self._told else self._beginning(content)
         said = text.rstrip()
         self._space = text[len(said) :]
         if said:
@@ -106,7 +129,7 @@ class ReplyStream:
     @property
     def assembled(self) -> ChatCompletion:
         """The whole reply, in the form of a reply without streaming."""
-        message = {"content": "".join(self._told) or self._undecided}
+        message = {"content": self._notes + "".join(self._told) or self._undecided}
         choices = [{"message": message, "finish_reason": self.finish_reason}]
         usage = self._last.usage and self._last.usage.model_dump()
         return ChatCompletion.model_validate({"choices": choices, "model": self._last.model, "usage": usage})

@@ -21,6 +21,9 @@ from undertow.prompts.reply_schemas import Reply
 SHOWN_ERROR_CHARS = 300
 REASONING, REASONING_END = "<think>", "</think>"
 _REASONING = re.compile(rf"(\s*{REASONING}.*?{REASONING_END})+\s*", re.DOTALL)
+# A line that begins with "Answer:", in bold or not, and something behind it; the same of "Notes".
+_ANSWER = re.compile(r"^[ \t>#*_]*answer[ \t*_]*:[*_]*+\s*+(?=\S)", re.IGNORECASE | re.MULTILINE)
+_NOTES = re.compile(r"[\s>#*_]*notes[ \t*_]*(:|$)", re.IGNORECASE | re.MULTILINE)
 NOTHING = Usage()
 
 OnCall = Callable[[str, str, float, float, Usage, str], None]
@@ -118,7 +121,7 @@ def read_reply(prompt: Prompt, content: str, finish_reason: str | None = "stop")
     if not content.strip():
         raise ValueError("it was empty")
     if prompt.reply is None:
-        return content.strip()
+        return (behind_notes(content) if prompt.after_notes else content).strip()
     try:
         reply = prompt.reply.model_validate_json(content)
     except ValidationError as invalid:
@@ -132,6 +135,23 @@ def behind_reasoning(content: str) -> str:
     """`content` without leading `<think>` blocks. One that is not closed stays: no reply follows it."""
     block = _REASONING.match(content)
     return content[block.end() :] if block else content.lstrip()
+
+
+def behind_notes(content: str) -> str:
+    """The answer behind its notes; all of a reply that has none. ValueError: there are only notes."""
+    if is_only_notes(content):
+        raise ValueError('after the notes, no line begins with "Answer:"')
+    return content[len(notes_of(content)) :]
+
+
+def is_only_notes(content: str) -> bool:
+    return not notes_of(content) and _NOTES.match(content) is not None
+
+
+def notes_of(content: str) -> str:
+    """The beginning of a reply up to its answer; empty while that has not begun."""
+    mark = _ANSWER.search(content)
+    return "" if mark is None else content[: mark.end()]
 
 
 def in_words(invalid: ValidationError) -> str:

@@ -149,7 +149,8 @@ class Server:
                 self._agreed = True
             reply_tokens = self._longest(prompt, messages) if longer else self._reply_tokens
             body_without = partial(request_body, prompt, messages, reply_tokens)
-            completion = await self._accepted(body_without, on_text)
+            stream = None if on_text is None else ReplyStream(on_text, after_notes=prompt.after_notes)
+            completion = await self._accepted(body_without, stream)
         except openai.APIStatusError as error:
             raise self._blamed(prompt, self._judged(error)) from error
         except openai.APIConnectionError as error:
@@ -162,7 +163,7 @@ class Server:
         return self._answer(prompt, completion)
 
     async def _accepted(
-        self, body_without: Callable[[frozenset[Part]], dict[str, Any]], on_text: OnText | None
+        self, body_without: Callable[[frozenset[Part]], dict[str, Any]], stream: ReplyStream | None
     ) -> ChatCompletion:
         """The completion. What the server refuses is left out, of later requests too if that helps."""
         import openai
@@ -172,7 +173,7 @@ class Server:
             body = body_without(refused)
             try:
                 sent = {"model": self._model.name} | body | self._extra_body
-                completion = await (self._whole(sent) if on_text is None else self._streamed(sent, on_text))
+                completion = await (self._whole(sent) if stream is None else self._streamed(sent, stream))
             except openai.APIStatusError as error:
                 part = refused_part(body, error.message, error.param, refused)
                 if part is None or error.status_code not in (400, 422):
@@ -188,11 +189,10 @@ class Server:
         completion = await self._client.post(_CHAT, content=orjson.dumps(body), options=JSON, cast_to=object)
         return self._read(ChatCompletion, completion)
 
-    async def _streamed(self, body: dict[str, Any], on_text: OnText) -> ChatCompletion:
+    async def _streamed(self, body: dict[str, Any], pieces: ReplyStream) -> ChatCompletion:
         import openai
 
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        pieces = ReplyStream(on_text)
         async with await self._client.post(
             _CHAT,
             content=orjson.dumps(body),

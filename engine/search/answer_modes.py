@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from undertow.engine.base.model import AnswerMode
+from undertow.engine.base.model import AnswerMode, AnswerStyle
 from undertow.engine.base.results import Hit, SearchResult
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import PromptBudget
@@ -35,12 +35,13 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, its search, and the budget of its prompts."""
+    """A question, its search, the budget of its prompts, and the style of the answering one."""
 
     text: str
     as_of: str | None
     search: Callable[[], SearchResult]
     budget: PromptBudget
+    style: AnswerStyle
 
 
 # Returns the answer and the search result that it was given.
@@ -82,7 +83,8 @@ def best_effort(question: Question) -> Answering:
 
 
 def _answer(question: Question, found: SearchResult, missed: tuple[str, ...] = ()) -> Say:
-    prompt = question_prompt(question.text, found, question.as_of, question.budget)
+    q = question
+    prompt = question_prompt(q.text, found, q.as_of, q.budget, q.style)
     return Say(prompt, answers=True, missed=missed)
 
 

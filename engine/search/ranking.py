@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.engine.base.model import Memory, time_key
+from undertow.engine.base.model import AnswerStyle, Memory, time_key
 from undertow.engine.base.results import Hit, SearchResult
 from undertow.engine.base.timestamps import in_words
 from undertow.engine.policies.base import PromptBudget, PromptTooLong
@@ -377,7 +377,9 @@ def rests_on(tenant: Tenant, memory: Memory, passing: Rows | None) -> bool:
     return passing is None or any(passing[tenant.row_by_seq[seq]] for seq in memory.source_seqs)
 
 
-def question_prompt(question: str, found: SearchResult, as_of: str | None, budget: PromptBudget) -> Prompt:
+def question_prompt(
+    question: str, found: SearchResult, as_of: str | None, budget: PromptBudget, style: AnswerStyle
+) -> Prompt:
     """The answering prompt over a search result, each tier sorted by relevance, each line dated.
 
     If not everything fits into the context, it has the most relevant items that fit, and quotes of episodes
@@ -389,7 +391,8 @@ def question_prompt(question: str, found: SearchResult, as_of: str | None, budge
             _shown([hit for hit in tier if hit in kept])
             for tier in (found.episodes, found.facts, found.turns)
         )
-        return answer_prompt(question, episodes, facts, turns, as_of, order=found.order)
+        shown = (episodes, facts, turns)
+        return answer_prompt(question, *shown, as_of and in_words(as_of), order=found.order, style=style)
 
     ranked = sorted(found.ranked(), key=lambda hit: hit.kind == "turn" and hit.source_seqs[0] in found.quoted)
     prompt = prompt_of(budget.select_fitting(ranked, prompt_of))

@@ -82,6 +82,14 @@ ThetaMerge = Annotated[
 ThetaCount = Annotated[
     int | None, typer.Option("--theta-count", help="Linked turns that make a topic recur.")
 ]
+AnswerStyle = Annotated[
+    Literal["notes", "short", "paper"] | None,
+    typer.Option(
+        "--answer-style",
+        help="notes: notes, then the answer; short: the same, in the fewest words; paper: in one go. "
+        "Left out: UNDERTOW_ANSWER_STYLE, or notes.",
+    ),
+]
 BatchTurns = Annotated[
     int | None, typer.Option("--batch-turns", help="Turns per commit; left out: by the encoder's speed.")
 ]

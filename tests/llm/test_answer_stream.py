@@ -210,7 +210,7 @@ def test_who_leaves_ends_the_request_at_the_server(tmp_path: Path, way: str) -> 
 
 def test_errors_come_where_the_pieces_end(tmp_path: Path) -> None:
     async def work() -> None:
-        with scripted(["Ann sails", None]) as (url, _):
+        with scripted(["Answer: Ann sails", None]) as (url, _):
             async with served(tmp_path / "store", url) as memories:
                 pieces: list[str | Answer] = []
                 with pytest.raises(BrokenOff):

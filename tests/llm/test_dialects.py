@@ -10,6 +10,7 @@ import pytest
 
 from undertow.engine.base.config import Settings
 from undertow.engine.llm.client import BadReply, OpenAILLM, ServerRefused
+from undertow.engine.llm.replies import behind_reasoning, read_reply
 from undertow.prompts.builders import answer_prompt, size_tokens
 from undertow.prompts.reply_schemas import EPISODE_CHARS, MergeReply
 from undertow.serving import doctor
@@ -196,6 +197,42 @@ def test_a_reply_that_ends_in_its_reasoning_was_cut_off(reason: str) -> None:
     assert answer == told == "Como."
     assert [body["max_tokens"] for body in asked] == [99, 198]
     assert "be shorter" in asked[1]["messages"][-1]["content"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 100])
+@pytest.mark.parametrize(
+    ("said", "reply"),
+    [
+        ("Notes: Lake Como, May\nAnswer: On Lake Como.\nAnswer: twice", "On Lake Como.\nAnswer: twice"),
+        ("**Notes:**\n- Como\n\n**Answer:** **Lake** Como ", "**Lake** Como"),
+        ("<think>So.</think>\n## Notes\nComo\n## Answer:\n* Lake\n* Como", "* Lake\n* Como"),
+        ("answer: Como", "Como"),
+        ("Lake Como, as the answer: Como.", "Lake Como, as the answer: Como."),
+        ("Notes on a lake.", "Notes on a lake."),
+    ],
+)
+def test_what_stands_before_the_answer_is_not_streamed(said: str, reply: str, size: int) -> None:
+    acts: list[Act] = [said[at : at + size] for at in range(0, len(said), size)]
+    answer, told, asked = streamed([*acts, end(), USED])
+    assert (answer, told, len(asked)) == (reply, reply, 1)
+    assert read_reply(answer_prompt("Where?", [], [], [], None), said) == reply
+    papers = answer_prompt("Where?", [], [], [], None, style="paper")
+    assert read_reply(papers, said) == behind_reasoning(said).strip()
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "problem"),
+    [
+        ("Notes: Lake Como", "stop", 'no line begins with "Answer:"'),
+        ("**Notes**\nLake Como\nAnswer:", "stop", 'no line begins with "Answer:"'),
+        ("Notes: Lake Co", "length", "be shorter"),
+        ("Lake Co", "length", "be shorter"),
+    ],
+)
+def test_notes_alone_are_no_answer(said: str, reason: str, problem: str) -> None:
+    answer, told, asked = streamed([said, end(reason), USED], ["Answer: Como.", end(), USED])
+    assert answer == told == "Como."
+    assert problem in asked[1]["messages"][-1]["content"]
 
 
 @pytest.mark.parametrize("context_tokens", [8_192, 1_024])

@@ -21,7 +21,7 @@ from ..support.llm_servers import SOON_S, USED, Act, client, end, scripted, serv
 
 def question(n: int = 0) -> Prompt:
     memory = ShownMemory(1, "2026-01-05", f"Ann sails on lake number {n}, and the wind was fair")
-    return answer_prompt("Where does Ann sail?", [memory], [], [], None)
+    return answer_prompt("Where does Ann sail?", [memory], [], [], None, style="paper")
 
 
 def told_by(llm: OpenAILLM | MockLLM, prompt: Prompt) -> tuple[list[str], Future[Completion]]:

@@ -45,14 +45,14 @@ def shown(prompt: Prompt) -> list[int]:
 
 def test_a_hit_that_is_too_long_takes_no_less_relevant_one_along() -> None:
     episodes = (hit("episode", 1, TOO_LONG, 0.9), hit("episode", 2, "short", 0.3))
-    prompt = question_prompt(QUESTION, SearchResult(episodes, facts(), ()), None, ROOMY)
+    prompt = question_prompt(QUESTION, SearchResult(episodes, facts(), ()), None, ROOMY, "notes")
     assert ROOMY.fits(prompt) and shown(prompt) == [1, 10, 0]
     assert "short" in lines_under(prompt, "Episodes")[0]
 
 
 def test_of_what_has_room_by_itself_the_most_relevant_is_shown() -> None:
     halves = tuple(hit("turn", n, f"tram{n} " * 2_000, 0.9 - n / 10) for n in range(3))
-    prompt = question_prompt(QUESTION, SearchResult((), facts(), halves), None, ROOMY)
+    prompt = question_prompt(QUESTION, SearchResult((), facts(), halves), None, ROOMY, "notes")
     assert shown(prompt) == [0, 10, 1] and "tram0" in lines_under(prompt, "Turns")[0]
 
 
@@ -60,13 +60,13 @@ def test_the_words_of_episodes_leave_their_room_to_facts() -> None:
     """Each has its episode's score, which is the highest there is."""
     words = tuple(hit("turn", n, "tram " * 200, 0.9) for n in range(40))
     found = SearchResult((hit("episode", 1, "short", 0.9),), facts(), words, quoted=frozenset(range(40)))
-    episodes, of_facts, of_words = shown(question_prompt(QUESTION, found, None, ROOMY))
+    episodes, of_facts, of_words = shown(question_prompt(QUESTION, found, None, ROOMY, "notes"))
     assert (episodes, of_facts) == (1, 10) and 0 < of_words < 40
 
 
 def best_effort_of(found: SearchResult, *replies: SufficiencyReply) -> tuple[list[Say], str]:
     """What best effort says, and its answer; the answering prompt is answered "An answer."."""
-    steps = best_effort(Question(QUESTION, None, lambda: found, ROOMY))
+    steps = best_effort(Question(QUESTION, None, lambda: found, ROOMY, "notes"))
     said, value, waiting = [], None, [*replies]
     try:
         while True:
@@ -129,7 +129,7 @@ def test_an_episode_of_a_whole_window_leaves_room_in_every_prompt_that_reads_it(
         assert len(whole.text) > 6_000, "half of the room is not little"
         episode = hit("episode", 1, whole.text, 0.9)
         long_question = "cat " * 200
-        prompt = question_prompt(long_question, SearchResult((episode,), facts(), ()), None, ROOMY)
+        prompt = question_prompt(long_question, SearchResult((episode,), facts(), ()), None, ROOMY, "notes")
         assert shown(prompt) == [1, 10, 0]
         line = [ShownMemory(1, None, whole.text)]
         assert ROOMY.fits(sufficiency_prompt(long_question, "Episodes", line, None))

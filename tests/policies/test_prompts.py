@@ -18,7 +18,9 @@ from undertow.prompts.builders import (
     Prompt,
     ShownMemory,
     ShownTurn,
-    prompt_version,
+    Style,
+    answer_version,
+    prompt_versions,
     repair_messages,
 )
 from undertow.prompts.reply_schemas import Reply
@@ -139,9 +141,20 @@ def test_an_order_is_told_where_it_is_so() -> None:
     assert by_time.user.startswith("Each list is in order of time.\n")
 
 
+def test_styles_of_answers_differ_in_the_fixed_part_alone() -> None:
+    fact = ShownMemory(1, "2023-05-08", "Ann sails.")
+    by_style = {
+        style: build.answer_prompt("Who?", [], [fact], [], None, style=style) for style in get_args(Style)
+    }
+    assert len({prompt.system for prompt in by_style.values()}) == 3
+    assert len({prompt.user for prompt in by_style.values()}) == 1
+    assert [style for style, prompt in by_style.items() if not prompt.after_notes] == ["paper"]
+
+
 def test_versions_tell_operations_apart() -> None:
-    versions = [prompt_version(operation) for operation in OPERATIONS]
+    versions = list(prompt_versions("notes").values())
     assert len(set(versions)) == len(OPERATIONS)
+    assert len({answer_version(style) for style in get_args(Style)} - set(versions)) == 2
     assert all(len(version) == 12 and int(version, 16) >= 0 for version in versions)
 
 

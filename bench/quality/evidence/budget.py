@@ -79,7 +79,7 @@ def _measured(
                     for question in sample.questions:
                         if question.is_scored:
                             material = system.material(sample, question)
-                            prompt = prompt_of(question, material)
+                            prompt = prompt_of(question, material, means.settings.style_of_answers)
                             shown = {*material.in_turns, *material.in_memories}
                             yield {
                                 **{"system": name, "budget": budget, "id": question.id},

@@ -13,10 +13,10 @@ from undertow.bench.quality.judge.f1_bleu import bleu_1, f1
 from undertow.bench.quality.run.llm_requests import Asker, Talk
 from undertow.bench.quality.systems.base import Material, System, prompt_of
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import UndertowError, Usage
+from undertow.engine.base.model import AnswerStyle, UndertowError, Usage
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import PromptBudget
-from undertow.prompts.builders import prompt_version
+from undertow.prompts.builders import answer_version
 
 Asked = tuple[Sample, Question]
 Line = dict[str, Any]
@@ -45,7 +45,7 @@ class Answering:
         for sample, question in asked:
             if all(self.is_answered((run, question.id)) for run in runs):
                 continue
-            prompt = prompt_of(question, self._material(sample, question))
+            prompt = prompt_of(question, self._material(sample, question), self._settings.style_of_answers)
             if not budget.fits(prompt):
                 raise UndertowError(
                     f"{self._system.name}: the prompt of question {question.id} has about "
@@ -69,7 +69,8 @@ class Answering:
     def _talk(self, run: int, sample: Sample, question: Question) -> Talk[Line]:
         """Yields the prompts of the system's steps; returns the question's line."""
         material = self._material(sample, question)
-        steps = self._system.steps(sample, question, material)
+        style = self._settings.style_of_answers
+        steps = self._system.steps(sample, question, material, style)
         usage, llm_s, model = Usage(), 0.0, None
         outcome: Line
         try:
@@ -91,7 +92,7 @@ class Answering:
         except BadReply as bad:
             outcome = {"error": bad.reason}
         return {
-            **_asked(run, question),
+            **_asked(run, question, style),
             **outcome,
             "tokens": asdict(usage),
             "retrieval_s": round(self._first_s[question.id], 4),
@@ -105,14 +106,14 @@ class Answering:
         return material
 
 
-def _asked(run: int, question: Question) -> Line:
+def _asked(run: int, question: Question, style: AnswerStyle) -> Line:
     return {
         "question_id": question.id,
         "run": run,
         "category": question.category,
         "question": question.text,
         "gold": question.answer,
-        "prompt_version": prompt_version("answer"),
+        "prompt_version": answer_version(style),
     }
 
 

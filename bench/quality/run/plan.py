@@ -14,13 +14,13 @@ from undertow.bench.quality.run.answers import Asked
 from undertow.engine.base.config import Settings
 from undertow.engine.policies.base import Tiers
 from undertow.engine.policies.registry import tiers_of
-from undertow.prompts.builders import QUERY_OPERATIONS, REPLIES, prompt_version
+from undertow.prompts.builders import QUERY_OPERATIONS, prompt_versions
 
 # Every setting is in exactly one of SETTINGS, OTHERWISE and RUNNING. SETTINGS: those that shape memories and
 # prompts; the first ones shape the answers only
 _ANSWERING = (
-    *("retain_consolidated", "search", "answer_mode", "answer_tokens", "ivf_rows", "words_rows"),
-    "query_prompt",
+    *("retain_consolidated", "search", "answer_mode", "answer_style", "answer_tokens", "ivf_rows"),
+    *("words_rows", "query_prompt"),
 )
 _TIERS = tuple(field.name for field in fields(Tiers))
 SETTINGS = (
@@ -98,7 +98,7 @@ class Plan:
             "theta_sim": s.similarity_threshold,
             "theta_merge": s.merge_threshold,
             "theta_count": s.recurrence_count,
-            "prompt_versions": {operation: prompt_version(operation) for operation in sorted(REPLIES)},
+            "prompt_versions": prompt_versions(s.style_of_answers),
         }
 
 

@@ -11,7 +11,7 @@ from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import Usage
+from undertow.engine.base.model import AnswerStyle, Usage
 from undertow.engine.base.timestamps import in_words
 from undertow.engine.llm.client import LLMClient
 from undertow.prompts.builders import Order, Prompt, ShownMemory, answer_prompt
@@ -54,9 +54,9 @@ class System:
         """The most that any of its `steps` shows the answering prompt."""
         raise NotImplementedError
 
-    def steps(self, sample: Sample, question: Question, material: Material) -> Steps:
+    def steps(self, sample: Sample, question: Question, material: Material, style: AnswerStyle) -> Steps:
         """How the question is answered: by default in one step from `material`, which is the system's."""
-        reply = yield prompt_of(question, material)
+        reply = yield prompt_of(question, material, style)
         return str(reply), material
 
     def construction(self, tenant: str) -> dict[str, Usage]:
@@ -96,7 +96,8 @@ def each_once(held: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(piece for pieces in held for piece in pieces))
 
 
-def prompt_of(question: Question, material: Material) -> Prompt:
+def prompt_of(question: Question, material: Material, style: AnswerStyle) -> Prompt:
     """The same prompt for every system."""
     shown = (material.episodes, material.facts, material.turns)
-    return answer_prompt(question.text, *shown, question.asked_on, order=material.order)
+    asked_on = question.asked_on and in_words(question.asked_on)
+    return answer_prompt(question.text, *shown, asked_on, order=material.order, style=style)

@@ -14,7 +14,7 @@ from undertow.bench.quality.systems.telling import Telling
 from undertow.engine.api.engine import WAIT_FOR_REPLY_S, Engine, make_llm
 from undertow.engine.api.ingest_files import obstacles
 from undertow.engine.api.views.stats import store_usage
-from undertow.engine.base.model import Message, Turn, UndertowError, Usage
+from undertow.engine.base.model import AnswerStyle, Message, Turn, UndertowError, Usage
 from undertow.engine.base.results import Hit, SearchResult
 from undertow.engine.base.timestamps import in_words
 from undertow.engine.llm.client import BadReply, ServerRefused
@@ -122,10 +122,10 @@ class BestEffort(EngineSystem):
     and where a run was stopped, does not matter.
     """
 
-    def steps(self, sample: Sample, question: Question, material: Material) -> Steps:
+    def steps(self, sample: Sample, question: Question, material: Material, style: AnswerStyle) -> Steps:
         recall = partial(self._engine.recall, sample.tenant, question.text)
         budget = PromptBudget(self._settings.context_tokens, self._settings.reply_tokens)
-        asking = answering("best_effort", Asked(question.text, question.asked_on, recall, budget))
+        asking = answering("best_effort", Asked(question.text, question.asked_on, recall, budget, style))
         try:
             say = next(asking)
             while True:

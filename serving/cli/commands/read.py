@@ -144,12 +144,13 @@ def ask(
         AnswerMode | None,
         typer.Option("--mode", help="How memories are chosen; left out: UNDERTOW_ANSWER_MODE."),
     ] = None,
+    style: opt.AnswerStyle = None,
     models: opt.Models = opt.NO_MODELS,
     as_json: opt.AsJson = False,
 ) -> None:
     """Answer a question from a tenant's memory, with one LLM call, or up to three (best effort)."""
     _check_words("question", question)
-    settings = models.settings()
+    settings = models.settings(answer_style=style)
     with _open_to_answer(store, tenant, settings) as engine:
         engine.tenants.require(tenant)
         try:

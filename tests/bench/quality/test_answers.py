@@ -177,7 +177,7 @@ def test_longmemeval_says_when_it_was_asked_and_asks_what_cannot_be_known(out: P
     assert told["judge"]["mean"] == 1.0 and told["left_out"] == 0
     assert told["by_category"]["abstention"]["questions"] == 1
     asked = [prompt for prompt in seen if "Question:" in prompt and "Turns:" in prompt]
-    assert len(asked) == 2 and all('Asked on: "2023-05-30T23:40:00"' in prompt for prompt in asked)
+    assert len(asked) == 2 and all('Asked on: "30 May 2023, 23:40"' in prompt for prompt in asked)
 
 
 def test_a_finished_run_asks_nothing_again_and_more_runs_are_added(path: Path, out: Path, url: str) -> None:

@@ -17,7 +17,7 @@ from undertow.bench.quality.run.judging import JUDGE_ATTEMPTS, Judging
 from undertow.bench.quality.run.llm_requests import Asker
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
-from undertow.prompts.builders import prompt_version
+from undertow.prompts.builders import answer_version
 
 from ...support.eval import kept_lines
 from ...support.llm_servers import completion, odd_server
@@ -181,7 +181,7 @@ def test_ones_own_template(own: Path) -> None:
     assert '"Hm."' in lines[5] and len(lines) == 6
     assert "yes or no" in prompt.system
     before = prompts.version
-    assert before not in (JudgePrompts("locomo").version, prompt_version("answer"))
+    assert before not in (JudgePrompts("locomo").version, answer_version("notes"))
     own.write_text(own.read_text() + "!")
     assert JudgePrompts("locomo", own).version != before
 

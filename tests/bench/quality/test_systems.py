@@ -47,7 +47,7 @@ def test_full_context_shows_every_turn_in_order(tmp_path: Path) -> None:
     assert [memory.text for memory in material.turns] == [turn.text for turn in sample.turns]
     assert [memory.number for memory in material.turns] == [1, 2, 3, 4]
     assert material.turns[3].date == "12 May 2023, 09:00"
-    assert "most relevant" not in prompt_of(sample.questions[0], material).user
+    assert "most relevant" not in prompt_of(sample.questions[0], material, "notes").user
     assert material.in_turns == ("D1:1", "D1:2", "D1:3", "D1:4", "D1:5", "D2:1")
     assert material.episodes == material.facts == () and system.construction(sample.tenant) == {}
 

@@ -102,7 +102,7 @@ Out = Annotated[
 
 _NEEDS_LLM = {
     *("policy", "ablation", "memories_of", "llm", "llm_model", "judge_llm", "judge_model", "judge_prompt"),
-    *("repeats", "questions", "profile", "theta_sim", "theta_merge", "theta_count"),
+    *("repeats", "questions", "answer_style", "profile", "theta_sim", "theta_merge", "theta_count"),
 }
 # what memories are made under, and so what reads those of another run
 _IN_BUDGET = {
@@ -130,6 +130,7 @@ def evaluate(
     only: Only = None,
     questions: Questions = None,
     thresholds: opt.Thresholds = opt.NO_THRESHOLDS,
+    answer_style: opt.AnswerStyle = None,
     vectors: opt.KeptIn = None,
     out: Out = None,
     encoder: opt.EncoderName = None,
@@ -146,8 +147,8 @@ def evaluate(
 
     budgets = _budgets(context, tokens, evidence_only=evidence_only, gold_memories=gold_memories)
     name = _known(policy)
-    flags = {"llm": "off" if evidence_only else llm, "model": llm_model, "encoder": encoder}
-    settings = _settings(name, ablation, **flags, **asdict(thresholds))
+    at = {"llm": "off" if evidence_only else llm, "model": llm_model, "encoder": encoder}
+    settings = _settings(name, ablation, **at, **asdict(thresholds), answer_style=answer_style)
     if evidence_only:
         samples, folder = _samples(data, benchmark, settings, only), out or Path(f"eval-{benchmark}")
         what = (benchmark, data, tuple(samples), name, settings, None, folder)
