@@ -43,7 +43,7 @@ class EditCalls(SearchCalls):
         tenant = self._tenant(row.tenant)
         receipt = self.scheduler.replace(tenant, _deletion(row), turn)
         tenant.redact_turn(row.seq)
-        self.journal.delete_rows([row.lsn])
+        self._delete_rows_of(row)
         assert receipt.id is not None, "no turn had its key, which is made of the old turn's id"
         return Updated(receipt.id, "turn")
 
@@ -71,7 +71,14 @@ class EditCalls(SearchCalls):
         tenant = self._log(row.tenant, "delete", [_deletion(row)])
         if tenant is not None:
             tenant.redact_turn(row.seq)
-        self.journal.delete_rows([row.lsn])
+        self._delete_rows_of(row)
+
+    def _delete_rows_of(self, turn: Row) -> None:
+        """The turn's own row, and that of a vector which came later."""
+        assert turn.id is not None, "a turn's row always has its id"
+        kinds = ["turn", "vector"]
+        rows = self.journal.read(tenant_keys=[turn.tenant_key], ids=[turn.id], kinds=kinds, vectors=False)
+        self.journal.delete_rows([row.lsn for row in rows])
 
 
 def _deletion(row: Row) -> dict[str, Any]:

@@ -243,8 +243,8 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
         """One round of the step loop; see Scheduler.step.
 
         Turns that a card's pool has no room for wait in the queue while tenants at work may still give
-        some back. ArenaFull: a batch does not fit though nobody is at work. All that was queued is
-        dropped, nothing else has changed. EncoderDown: the same, after `llm_patience_s` without an encoder.
+        some back. ArenaFull: a batch does not fit though nobody is at work; EncoderDown: waiting for the
+        encoder would not help. All that was queued is dropped, nothing else has changed.
         """
         self.begin_step(wait_s, storing=storing, brief=brief)
         self.commit_step()

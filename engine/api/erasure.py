@@ -120,7 +120,7 @@ def left_behind(journal: Journal, tenants: TenantRegistry) -> list[int]:
     rows_of: dict[str, list[Row]] = defaultdict(list)
     for row in sorted([*controls, *alive(kinds=["episode", "fact"])], key=lambda row: row.lsn):
         rows_of[row.tenant_key].append(row)
-    left = [row.lsn for row in alive(kinds=["turn"], ids=ids)]
+    left = [row.lsn for row in alive(kinds=["turn", "vector"], ids=ids)]
     for rows in rows_of.values():
         withheld = Withheld(rows)
         left += [row.lsn for row in rows if row in withheld]

@@ -34,7 +34,7 @@ class Withheld:
         self._outdated = set(outdated_updates(rows))
 
     def __contains__(self, row: Row) -> bool:
-        if row.kind == "turn":
+        if row.kind in ("turn", "vector"):
             return row.seq in self._turns
         if row.kind == "control":
             return row.lsn in self._outdated

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import orjson
 
 from undertow.engine.api.views.reports import Reports
@@ -26,6 +28,7 @@ from undertow.engine.base.results import Hit, Report, SearchResult
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.base.trace import Trace
 from undertow.engine.encoders.embedding_cache import EmbeddingCache
+from undertow.engine.encoders.outage import EncoderDown
 from undertow.engine.llm.client import LLMClient
 from undertow.engine.policies.base import Learns, PromptBudget, Tiers
 from undertow.engine.policies.registry import Policies
@@ -145,20 +148,25 @@ class SearchCalls(ABC):
             raise ValueError("the query is empty. Give some words to search for.")
         if len(text) > MAX_QUERY_CHARS:
             raise ValueError(f"the query has {len(text):,} characters. Ask in at most {MAX_QUERY_CHARS:,}.")
-        with self.trace.span("encode_query", texts=1):
-            vector = self._texts.encode_query(tenant, text)
+        words = text if self.settings.search == "hybrid" else ""
+        counts: dict[str, Any] = {"k_sub": tiers.k_sub, "k_epi": tiers.k_epi, "k_sem": tiers.k_sem}
+        narrowed: dict[str, Any] = {"window": window, "where": where, "consolidated": tiers.consolidated}
+        outage = None
+        try:
+            with self.trace.span("encode_query", texts=1):
+                vector = self._texts.encode_query(tenant, text)
+        except EncoderDown as down:
+            if not (words and self.ranker.by_words(of) and math.isfinite(down.silent_s)):
+                raise
+            outage, vector = down, np.zeros(self.journal.info.dim, np.float16)
         with self.trace.span("rank", asks=1):
-            return self.ranker.rank(
-                of,
-                vector,
-                k_sub=tiers.k_sub,
-                k_epi=tiers.k_epi,
-                k_sem=tiers.k_sem,
-                window=window,
-                where=where,
-                words=text if self.settings.search == "hybrid" else "",
-                consolidated=tiers.consolidated,
-            )
+            ranked = self.ranker.rank(of, vector, **counts, **narrowed, words=words)
+        if outage is None:
+            return ranked
+        found = ranked.by_words()
+        if not (found.turns or found.episodes or found.facts):
+            raise outage  # it may be there in other words
+        return found
 
     def recall(self, tenant: str, question: str) -> SearchResult:
         """The memories that an answer is given, see policies.base.Tiers."""

@@ -61,7 +61,8 @@ class SearchResult:
 
     `turn_recall`: the measured recall of the index that found the turns; 1.0 for an exact search.
     `quoted`: seqs of turns that were not found themselves, but are quoted by episodes that were. `order`: of
-    each tier as an answer is given it.
+    each tier as an answer is given it. `words_only`: the encoder could not be used, so that only what shares
+    words with the query was found.
     """
 
     episodes: tuple[Hit, ...]
@@ -70,6 +71,7 @@ class SearchResult:
     turn_recall: float = 1.0
     quoted: frozenset[int] = frozenset()
     order: Literal["relevance", "time"] = "relevance"
+    words_only: bool = False
 
     def ranked(self, k: int | None = None) -> list[Hit]:
         """All tiers as one list, nearest first."""

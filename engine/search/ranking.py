@@ -87,10 +87,18 @@ class Ranked:
     facts: tuple[Hit, ...]
     turns: Sequence[tuple[float, int]]
     turn_recall: float
+    words_only: bool = False
 
     def result(self, turns: Sequence[Hit]) -> SearchResult:
         """With the hits of its turns, once they are read."""
-        return SearchResult(self.episodes, self.facts, tuple(turns), self.turn_recall)
+        return SearchResult(
+            self.episodes, self.facts, tuple(turns), self.turn_recall, words_only=self.words_only
+        )
+
+    def by_words(self) -> Ranked:
+        """What was found by words alone: under a query vector of zeros it is what has a score at all."""
+        episodes, facts = (tuple(h for h in hits if h.score > 0) for hits in (self.episodes, self.facts))
+        return Ranked(episodes, facts, [found for found in self.turns if found[0] > 0], 1.0, words_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +158,7 @@ class Ranker:
         anywhere = window.open and where.open and every_turn
         index = self._index_of(tenant) if anywhere else None
         passing = self.passing(tenant, where)
-        terms = tuple(Analyzer().of(words)) if self._by_words(tenant) else ()
+        terms = tuple(Analyzer().of(words)) if self.by_words(tenant) else ()
         asked = Query(query.reshape(1, -1), terms)
         self._keyword_index_of(tenant).end_slices()
         return Ranked(
@@ -167,7 +175,7 @@ class Ranker:
 
     def is_ready(self, tenant: Tenant, where: Where, window: Window, *, words: bool) -> bool:
         """Whether a search can run at once: the indexes that it needs lack little or nothing."""
-        if words and self._by_words(tenant) and not self._keyword_index_of(tenant).is_close(tenant):
+        if words and self.by_words(tenant) and not self._keyword_index_of(tenant).is_close(tenant):
             return False
         return all(
             len(tenant.seq_by_row) - rows <= SLICE_ROWS for rows in self._filtered(tenant, where, window)
@@ -176,7 +184,7 @@ class Ranker:
     def prepare(self, tenant: Tenant, where: Where, window: Window, *, words: bool) -> int:
         """Add a slice of rows to the first index that lacks many. Returns how many rows all of them have."""
         keyword_index = self._keyword_index_of(tenant)
-        by_words = words and self._by_words(tenant)
+        by_words = words and self.by_words(tenant)
         if by_words and not keyword_index.is_close(tenant):
             keyword_index.index_slice(tenant)
         elif not where.open and len(tenant.seq_by_row) - self._metadata_of(tenant).rows(where) > SLICE_ROWS:
@@ -190,7 +198,8 @@ class Ranker:
         rows = [] if where.open else [self._metadata_of(tenant).rows(where)]
         return rows if window.open else [*rows, len(self._times_of(tenant))]
 
-    def _by_words(self, tenant: Tenant) -> bool:
+    def by_words(self, tenant: Tenant) -> bool:
+        """Whether a tenant is searched by keywords too, under a hybrid search."""
         return size_of(tenant) <= self._words_rows
 
     def passing(self, tenant: Tenant, where: Where) -> Rows | None:
@@ -211,7 +220,8 @@ class Ranker:
 
     def _index_of(self, tenant: Tenant) -> IvfIndex | None:
         """The tenant's index, up to date; None if the tenant is small enough for exact search."""
-        if live_turns(tenant) <= self._ivf_rows:
+        if live_turns(tenant) <= self._ivf_rows or tenant.awaiting:
+            self._indexes.pop(tenant, None)  # vectors that come later would be in the wrong lists
             return None
         index = self._indexes.get(tenant)
         if index is None:

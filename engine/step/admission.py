@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,9 @@ import numpy as np
 from undertow.engine.base.model import PackedTurn, Turn, UndertowError, as_embedded
 from undertow.engine.base.results import Receipt
 from undertow.engine.encoders.base import Encoded
+from undertow.engine.encoders.outage import EncoderDown
 from undertow.engine.storage.journal_rows import Row, Rows
-from undertow.engine.storage.row_codec import Control, control_row, pack_turn, turn_id
+from undertow.engine.storage.row_codec import Control, control_row, pack_turn, turn_id, vector_row
 from undertow.engine.tenants.turn_columns import PlacedTurns, TurnColumns
 
 if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torch
@@ -250,7 +252,8 @@ class Inbox:
 class Admitted:
     """Turns that are in memory: the rows to commit, and the tenants involved.
 
-    `ids` and `seqs`: one entry a turn, None for a duplicate; to be handed out after the commit.
+    `ids` and `seqs`: one entry a turn, None for a duplicate; to be handed out after the commit. `outage`: why
+    some turns have no vector yet.
     """
 
     rows: list[Rows]
@@ -258,6 +261,7 @@ class Admitted:
     seqs: list[int | None]
     fresh_turns: int
     tenants: Sequence[Tenant]
+    outage: EncoderDown | None = None
 
     def receipt(self, place: int, tenant: str) -> Receipt:
         """The receipt of the turn at a place of the batch; `tenant`: its name."""
@@ -286,7 +290,11 @@ class Admission:
         self._trace = trace
 
     def admit(self, turns: TurnColumns) -> Admitted:
-        """Store turns in the tenants' logs and in the arena. ArenaFull, EncoderDown: nothing changed."""
+        """Store turns in the tenants' logs and in the arena. ArenaFull, EncoderDown: nothing changed.
+
+        In an outage of the encoder turns are stored without vectors, which `embed_awaited` makes later.
+        EncoderDown: waiting for the encoder would not help.
+        """
         try:
             return self._admit(turns)
         finally:
@@ -298,14 +306,42 @@ class Admission:
         # Everything that can fail comes before any tenant changes: first arena memory, then the encoder.
         try:
             self._tenants.reserve(new.segments)
-            vectors = self._encode(new, turns.vectors)
+            vectors, outage = self._encoded(new, turns.vectors)
         except UndertowError:
             for tenant in tenants:
                 if not tenant.thresholds_from:  # no record yet, so this is a new tenant
                     self._tenants.remove(tenant.name)
             raise
         rows: list[Rows] = [row for tenant in tenants for row in self.settle_thresholds(tenant)]
-        return self._append(new, vectors, rows, len(turns.tenants))
+        return self._append(new, vectors, rows, len(turns.tenants), outage)
+
+    def _encoded(self, new: PlacedTurns, given: Float16 | None) -> tuple[Encoded, EncoderDown | None]:
+        """The vectors of the new turns, or the outage in which those that were not given are zeros."""
+        try:
+            return self._encode(new, given), None
+        except EncoderDown as down:
+            if not math.isfinite(down.silent_s):
+                raise
+            none = np.zeros((len(new), self._arena.dim), np.float16)
+            return Encoded(none if given is None else given[new.places]), down
+
+    def embed_awaited(self, turns: Sequence[tuple[Tenant, int]]) -> list[Rows]:
+        """Make the vectors of turns that were stored without, given by seq. EncoderDown: nothing changed.
+
+        When this returns, they are in the arena. Returns their rows.
+        """
+        said = [tenant.said(seq) for tenant, seq in turns]
+        texts = self._as_embedded([text for text, _ in said], [at for _, at in said])
+        with self._trace.span("encode", texts=len(texts)):
+            vectors = self._encoder.embed([tenant.name for tenant, _ in turns], texts).host
+        at = [self._arena.handle(of.turns_segment, of.row_by_seq[seq]) for of, seq in turns]
+        self._arena.write(np.array(at, np.int64), vectors)
+        rows: list[Rows] = []
+        for (tenant, seq), vector in zip(turns, vectors, strict=True):
+            del tenant.awaiting[seq]
+            id = turn_id(tenant.name, tenant.incarnation, seq)
+            rows.append(vector_row(tenant.name, tenant.key, seq, id, vector))
+        return rows
 
     def _encode(self, new: PlacedTurns, given: Float16 | None = None) -> Encoded:
         """The vectors of the new turns. `given`: vectors that the batch brings along, see TurnColumns."""
@@ -334,15 +370,28 @@ class Admission:
             return texts
         return [as_embedded(text, at, True) for text, at in zip(texts, timestamps, strict=True)]
 
-    def _append(self, new: PlacedTurns, vectors: Encoded, rows: list[Rows], count: int) -> Admitted:
-        """Append the new ones of `count` turns to the logs and the arena, and their rows to `rows`."""
+    def _append(
+        self,
+        new: PlacedTurns,
+        vectors: Encoded,
+        rows: list[Rows],
+        count: int,
+        outage: EncoderDown | None = None,
+    ) -> Admitted:
+        """Append the new ones of `count` turns to the logs and the arena, and their rows to `rows`.
+
+        In an `outage` a turn whose vector is zero waits for one.
+        """
         segments = new.segments
+        missing = None if outage is None else np.logical_not(vectors.host.any(axis=1))
         seqs = new.append()
-        ids, of_turns = new.rows(seqs, vectors.host)
+        ids, of_turns = new.rows(seqs, vectors.host, missing)
+        for place in () if missing is None else np.flatnonzero(missing).tolist():
+            new.tenants[new.owners[place]].awaiting[int(seqs[place])] = None
         with self._trace.span("append", rows=len(new)):
             self._arena.extend(segments, vectors.on(self._arena.device), live=True)
         rows += of_turns
-        admitted = Admitted(rows, [None] * count, [None] * count, len(new), new.tenants)
+        admitted = Admitted(rows, [None] * count, [None] * count, len(new), new.tenants, outage)
         for place, id, seq in zip(new.places, ids, seqs.tolist(), strict=True):
             admitted.ids[place], admitted.seqs[place] = id, seq
         return admitted

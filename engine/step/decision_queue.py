@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from undertow.engine.base.model import UndertowError, Usage
@@ -67,7 +68,10 @@ Begun = tuple[DecisionRun, Effect | PolicyResult]
 
 
 class DecisionQueue:
-    """Owns the ready, running and blocked tenants. A tenant is in at most one of the three."""
+    """Owns the ready, running, waiting and blocked tenants. A tenant is in at most one of the four.
+
+    Waiting: the next turn to decide has no vector yet.
+    """
 
     def __init__(self, begin: Callable[[Tenant, int], Decide]) -> None:
         """`begin` returns the coroutine that decides record `seq` of a tenant."""
@@ -77,6 +81,9 @@ class DecisionQueue:
         self.blocked: dict[str, str] = {}
         self._ready: OrderedDict[str, Tenant] = OrderedDict()
         self._running: dict[str, DecisionRun] = {}
+        self._waiting: dict[str, Tenant] = {}
+        # Those with turns that have no vector yet, whatever else they are, by name.
+        self.awaiting: OrderedDict[str, Tenant] = OrderedDict()
 
     @property
     def ready_count(self) -> int:
@@ -88,15 +95,16 @@ class DecisionQueue:
 
     @property
     def active_count(self) -> int:
-        return len(self._ready) + len(self._running)
+        return len(self._ready) + len(self._running) + len(self._waiting)
 
     def active_tenants(self) -> list[Tenant]:
-        """Ready and running tenants. Their live state must stay in memory."""
-        return [*self._ready.values(), *(run.tenant for run in self._running.values())]
+        """Ready, running and waiting tenants. Their live state must stay in memory."""
+        running = [run.tenant for run in self._running.values()]
+        return [*self._ready.values(), *running, *self._waiting.values()]
 
     def is_active(self, name: str) -> bool:
-        """Whether the tenant is ready or running."""
-        return name in self._running or name in self._ready
+        """Whether the tenant is ready, running or waiting."""
+        return name in self._running or name in self._ready or name in self._waiting
 
     def running(self, name: str) -> DecisionRun | None:
         """The tenant's running decision."""
@@ -107,12 +115,15 @@ class DecisionQueue:
         return self._running.get(run.tenant.name) is run
 
     def add(self, tenant: Tenant) -> None:
-        """Make a tenant with undecided records ready, unless it is running or blocked."""
+        """Make a tenant with undecided records ready or waiting, unless it is running or blocked."""
+        if tenant.awaiting:
+            self.awaiting[tenant.name] = tenant
         if tenant.cursor >= tenant.next_seq:
             return
         self.lag_tracker.note(tenant.name, tenant.next_seq - 1, current_traceparent())
         if tenant.name not in self._running and tenant.name not in self.blocked:
-            self._ready[tenant.name] = tenant
+            waits = tenant.cursor >= tenant.decidable_end
+            (self._waiting if waits else self._ready)[tenant.name] = tenant
 
     def begin_ahead(self, most_per_tenant: int, records: int) -> list[Begun]:
         """Begin the next records of the ready tenants, an equal share each, in log order.
@@ -154,12 +165,29 @@ class DecisionQueue:
         self.blocked[name] = reason
 
     def unready(self, name: str) -> None:
-        """Take a tenant out of the ready queue."""
-        self._ready.pop(name, None)
+        """Take a tenant out of the ready queue, and out of those that wait."""
+        for queue in (self._ready, self._waiting, self.awaiting):
+            queue.pop(name, None)
+
+    def awaited(self, most: int) -> list[tuple[Tenant, int]]:
+        """At most so many turns without a vector, by seq: an equal share of each tenant, in order."""
+        tenants = list(islice(self.awaiting.values(), most))
+        for tenant in tenants:
+            self.awaiting.move_to_end(tenant.name)
+        share = max(1, most // max(1, len(tenants)))
+        return [(tenant, seq) for tenant in tenants for seq in islice(tenant.awaiting, share)]
+
+    def wake(self) -> None:
+        """Go on with tenants whose next turn has its vector now, or was deleted."""
+        for tenant in [tenant for tenant in self.awaiting.values() if not tenant.awaiting]:
+            del self.awaiting[tenant.name]
+        for tenant in [t for t in self._waiting.values() if t.cursor < t.decidable_end]:
+            del self._waiting[tenant.name]
+            self.add(tenant)
 
     def remove(self, name: str) -> DecisionRun | None:
         """Remove a tenant from every queue. Returns its run, which the caller closes."""
-        self._ready.pop(name, None)
+        self.unready(name)
         self.blocked.pop(name, None)
         self.lag_tracker.forget(name)
         return self._running.pop(name, None)

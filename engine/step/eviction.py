@@ -150,7 +150,7 @@ class ArenaResidency:
 
     def _may_evict(self, tenant: Tenant) -> bool:
         """Whether nobody uses the tenant's live state."""
-        if self._scheduler.decisions.is_active(tenant.name):
+        if self._scheduler.decisions.is_active(tenant.name) or tenant.awaiting:
             return False
         decided = tenant.cursor >= tenant.next_seq or tenant.name in self._scheduler.blocked
         return decided or not self._scheduler.deciding

@@ -44,6 +44,9 @@ from undertow.engine.storage.row_codec import memory_row
 from undertow.engine.tenants.generations import BEFORE_LOG
 from undertow.engine.tenants.registry import ArenaFull
 
+# Turns that get their vectors in one step, after an outage of the encoder.
+AWAITED_AT_A_TIME = 256
+
 
 @dataclass(slots=True)
 class StepReport:
@@ -143,7 +146,8 @@ class Scheduler(BetweenSteps):
     @property
     def encoder_down(self) -> EncoderDown | None:
         """Why turns or decisions wait for an embedding endpoint; None: none does."""
-        return self._encoder_down if len(self.inbox) or self._unembedded else None
+        waits = len(self.inbox) or self._unembedded or self.decisions.awaiting
+        return self._encoder_down if waits else None
 
     @property
     def encoder_lost(self) -> bool:
@@ -159,7 +163,7 @@ class Scheduler(BetweenSteps):
         `storing`: the caller has more turns to store; decisions take a tenth of the time meanwhile.
         `brief`: the caller has searches to serve; storing and deciding take a few milliseconds.
         ArenaFull: the waiting turns do not fit into the arena though no tenant is active; they are dropped.
-        EncoderDown: the embedding endpoint was down for longer than its patience; they are dropped too.
+        EncoderDown: the embedding endpoint refuses us, so that waiting would not help; they are dropped too.
         JournalError: nothing of this step is stored or acknowledged; the engine must be reopened.
         """
         self.begin_step(wait_s, storing=storing, brief=brief)
@@ -173,10 +177,10 @@ class Scheduler(BetweenSteps):
         if not brief:
             self._encode_next()
         self.deciding = True
-        paused = self.admission_paused or self.encoder_down is not None
-        busy = self._report.stored > 0 or (len(self.inbox) > 0 and not paused)
+        busy = self._report.stored > 0 or (len(self.inbox) > 0 and not self.admission_paused)
         self._resume_replied(0.0 if busy or self.decisions.ready_count else wait_s)
         self._embed_again()
+        self._embed_awaited()
         if not storing or self.admission_paused or self._deciding_share.is_due:
             report = self._report
             with self._deciding_share.measured(), self._brief_records.measured(lambda: report.decided):
@@ -237,12 +241,10 @@ class Scheduler(BetweenSteps):
             return None
         except EncoderDown as down:
             self._encoder_down = down
-            self.inbox.put_back(batch)
-            if self.encoder_lost:
-                self._drop_inbox()
-                raise
-            return None
-        self._resume_admission_at = self._encoder_down = None
+            self._drop_inbox()
+            raise
+        self._resume_admission_at = None
+        self._encoder_down = new.outage
         self._rows += [*new.rows, *batch.rows]
         self._report.admitted = new.fresh_turns
         self._report.duplicates = turns - new.fresh_turns
@@ -343,6 +345,16 @@ class Scheduler(BetweenSteps):
         if held:
             self._encoder_down = None
         self._run([(run, effect) for run, effect in held if self.decisions.is_running(run)])
+
+    def _embed_awaited(self) -> None:
+        """Make vectors of turns that were stored without."""
+        try:
+            if turns := self.decisions.awaited(AWAITED_AT_A_TIME):
+                self._rows += self._admission.embed_awaited(turns)
+                self._encoder_down = None
+        except EncoderDown as down:
+            self._encoder_down = down
+        self.decisions.wake()
 
     def _next(self, run: DecisionRun, value: Any) -> Effect | None:
         """Resume a run. Returns its next effect, or settles its decision."""

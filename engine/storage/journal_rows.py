@@ -9,10 +9,12 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 Kind = Literal[
     "turn",
+    "vector",
     "episode",
     "fact",
     "note",
@@ -134,12 +136,13 @@ def to_table(rows: Sequence[Row]) -> pa.Table:
     return pa.Table.from_batches([to_batch(rows)])
 
 
-def binary_vectors(vectors: NDArray[np.float16]) -> pa.Array:
-    """One binary value a row of [n, dim], without a copy of the bytes."""
+def binary_vectors(vectors: NDArray[np.float16], missing: NDArray[np.bool_] | None = None) -> pa.Array:
+    """One binary value a row of [n, dim], without a copy of the bytes; null where `missing`, bool [n]."""
     count, width = len(vectors), vectors.shape[1] * vectors.itemsize
     offsets = np.arange(count + 1, dtype=np.int32) * np.int32(width)
     data = np.ascontiguousarray(vectors, dtype="<f2")
-    return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+    held = pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+    return held if missing is None else pc.if_else(pa.array(missing), None, held)
 
 
 def to_rows(batch: pa.RecordBatch) -> Iterator[Row]:

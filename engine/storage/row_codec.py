@@ -74,6 +74,11 @@ def turn_row(
     return Row("turn", tenant, tenant_key, seq, payload, turn_id(tenant, generation, seq), timestamp)
 
 
+def vector_row(tenant: str, tenant_key: str, seq: int, id: str, vector: NDArray[np.float16]) -> Row:
+    """The row with the vector of a turn whose own row has none: no encoder could be used at the time."""
+    return Row("vector", tenant, tenant_key, seq, b"{}", id, None, vector)
+
+
 def check_turn(turn: Turn) -> None:
     """InputError for what JSON and the journal cannot store. The readers have checked the texts."""
     for name, value in (("tenant", turn.tenant), ("session", turn.session_id)):

@@ -37,12 +37,19 @@ class RecordLog:
         # turns that were loaded, `_index` reads both from the payloads.
         self._keys = KeyTable()
         self._last_timestamp: dict[str, str] = {}
+        # The turns without a vector, in order: no encoder could be used when they came. None is decided yet.
+        self.awaiting: dict[int, None] = {}
         # (first seq, thresholds in force from there on), ascending.
         self.thresholds_from: list[tuple[int, Thresholds]] = []
 
     @property
     def next_seq(self) -> int:
         return len(self.row_by_seq)
+
+    @property
+    def decidable_end(self) -> int:
+        """The first record that cannot be decided now, as a turn's vector is missing, or `next_seq`."""
+        return next(iter(self.awaiting), self.next_seq)
 
     def thresholds_at(self, seq: int) -> Thresholds:
         return next(t for since, t in reversed(self.thresholds_from) if since <= seq)
@@ -157,6 +164,7 @@ class RecordLog:
     def clear_turn(self, seq: int) -> None:
         """Remove the payload of a deleted turn. Its deletion is in the log."""
         self._payloads.clear(seq)
+        self.awaiting.pop(seq, None)
 
     def release_payloads(self) -> None:
         """Zero and free the memory of the payloads. The log cannot be used any more."""

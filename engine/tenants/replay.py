@@ -21,11 +21,13 @@ from undertow.kernels.arena.arena import Arena
 class StoredTurns(NamedTuple):
     """The turns of one tenant: `seqs`, int64 [n], ascending; their vectors, float16 [n, dim], zeros if none.
 
-    Payload i is bytes offsets[i] to offsets[i + 1] of `payloads`; offsets int64 [n + 1].
+    `missing`, bool [n]: the turns whose row has no vector. Payload i is bytes offsets[i] to offsets[i + 1] of
+    `payloads`; offsets int64 [n + 1].
     """
 
     seqs: NDArray[np.int64]
     vectors: NDArray[np.float16]
+    missing: NDArray[np.bool_]
     payloads: memoryview
     offsets: NDArray[np.int64]
 
@@ -33,6 +35,17 @@ class StoredTurns(NamedTuple):
         """The payloads [start, stop) one after the other, and their lengths."""
         offsets = self.offsets[start : stop + 1]
         return self.payloads[offsets[0] : offsets[-1]], np.diff(offsets).tolist()
+
+    def completed(self, later: Sequence[Row]) -> Self:
+        """With the vectors of these rows, which were made later than the turns were stored."""
+        made = {row.seq: row.vector for row in later if row.vector is not None}
+        places = np.flatnonzero(self.missing & np.isin(self.seqs, list(made)))
+        if not len(places):
+            return self
+        vectors, missing = self.vectors.copy(), self.missing.copy()
+        vectors[places] = [made[seq] for seq in self.seqs[places].tolist()]
+        missing[places] = False
+        return self._replace(vectors=vectors, missing=missing)
 
     @classmethod
     def by_tenant(cls, turns: pa.Table, keys: Sequence[str], dim: int) -> Iterator[Self]:
@@ -51,10 +64,12 @@ class StoredTurns(NamedTuple):
         blank = pa.scalar(bytes(2 * dim), pa.large_binary())
         vectors, _ = _gathered(pc.fill_null(turns["vector"].cast(pa.large_binary()), blank), order)
         matrix = np.frombuffer(vectors, "<f2").reshape(len(order), dim)
+        missing = turns["vector"].is_null().to_numpy()[order]
         ends = np.searchsorted(owners[latest], np.arange(len(keys)), side="right")
         start = 0
         for end in ends.tolist():
-            yield cls(seqs[start:end], matrix[start:end], payloads, offsets[start : end + 1])
+            part = slice(start, end)
+            yield cls(seqs[part], matrix[part], missing[part], payloads, offsets[start : end + 1])
             start = end
 
 
@@ -72,6 +87,7 @@ def replay(tenant: Tenant, turns: StoredTurns, rows: Sequence[Row], arena: Arena
     turn whose row was purged after its deletion is restored from the delete record. Of two records with one
     seq the later counts: it is redacted.
     """
+    turns = turns.completed([row for row in rows if row.kind == "vector"])
     _replay_log(tenant, turns, [control_of(row) for row in rows if row.kind == "control"], arena)
     memories: dict[str, tuple[Memory, NDArray[np.float16] | None]] = {}
     for row in rows:
@@ -110,6 +126,7 @@ def _replay_log(tenant: Tenant, turns: StoredTurns, controls: Sequence[Control],
             tenant.counts["deleted"] += 1  # a turn whose deletion is in the log
             tenant.load_turns(b"", [0])
     tenant.load_turns(*turns.part(start, len(turns.seqs)))
+    tenant.awaiting = dict.fromkeys(turns.seqs[turns.missing].tolist())
     _extend(arena, tenant, turns, len(purged))
     for seq in deleted:
         tenant.redact_turn(seq)

@@ -104,7 +104,8 @@ class Tenant(RecordLog):
         if target is not None and (newest := self.changes[-1][0]) > target:
             return range(newest, newest + 1)
         ends = [seq for seq, _ in self.changes if seq >= self.cursor and target in (None, seq)]
-        return range(self.cursor, min(self.cursor + count, self.next_seq, *(seq + 1 for seq in ends)))
+        most = min(self.cursor + count, self.decidable_end)
+        return range(self.cursor, min(most, *(seq + 1 for seq in ends)) if ends else most)
 
     def _reread(self, target: int) -> None:
         """Start to read the log again, up to the change of policy at record `target`."""

@@ -168,17 +168,19 @@ class PlacedTurns:
         add_keys(keys, self.owners, self.hashes)
         return seqs
 
-    def rows(self, seqs: NDArray[np.int64], vectors: Float16) -> tuple[Sequence[str], Sequence[Rows]]:
+    def rows(
+        self, seqs: NDArray[np.int64], vectors: Float16, missing: NDArray[np.bool_] | None
+    ) -> tuple[Sequence[str], Sequence[Rows]]:
         """The ids of the turns, and their rows of the journal, whose lsn and epoch are yet to be set.
 
-        Few turns are single rows: they become one record batch with the other rows of their commit.
+        `missing`, bool [n]: the turns that have no vector yet; None: all have one. Few turns are single rows:
+        they become one record batch with the other rows of their commit.
         """
         ids = turn_ids(self.tenants, self.owners, seqs)
         if len(self) <= FEW_TURNS:
             owners = [self.tenants[owner] for owner in self.owners.tolist()]
-            turns = zip(
-                owners, seqs.tolist(), self.payloads, ids, self.timestamps, list(vectors), strict=True
-            )
+            own = list(vectors) if missing is None else _where_made(vectors, missing)
+            turns = zip(owners, seqs.tolist(), self.payloads, ids, self.timestamps, own, strict=True)
             return ids, [Row("turn", owner.name, owner.key, *turn) for owner, *turn in turns]
         count, owners = len(self), pa.array(self.owners)
         unset = pa.array(np.zeros(count, np.int64))
@@ -191,7 +193,7 @@ class PlacedTurns:
             "epoch": unset,
             "id": pa.array(ids, pa.string()),
             "timestamp": pa.array(self.timestamps, pa.string()),
-            "vector": binary_vectors(vectors),
+            "vector": binary_vectors(vectors, missing),
             "payload": pa.array(self.payloads, pa.binary()),
         }
         return ids, [pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)]
@@ -204,6 +206,10 @@ def turn_ids(tenants: Sequence[Tenant], owners: NDArray[np.int64], seqs: NDArray
         blake2b(starts[owner] + b"%d\x1fturn\x1f0" % seq, digest_size=16).hexdigest()
         for owner, seq in zip(owners.tolist(), seqs.tolist(), strict=True)
     ]
+
+
+def _where_made(vectors: Float16, missing: NDArray[np.bool_]) -> list[Float16 | None]:
+    return [None if is_missing else vector for vector, is_missing in zip(vectors, missing, strict=True)]
 
 
 def _taken(column: Sequence[V], places: Sequence[int]) -> Sequence[V]:

@@ -81,10 +81,15 @@ class Hit(Model):
 
 
 class Found(Model):
-    """Nearest first. `recall`: measured, of the index that found the turns; 1.0 for an exact search."""
+    """Nearest first. `recall`: measured, of the index that found the turns; 1.0 for an exact search.
+
+    `words_only`: the embedding endpoint could not be used, so that only what shares words with the query was
+    found.
+    """
 
     results: tuple[Hit, ...]
     recall: float
+    words_only: bool = False
 
 
 class Memory(Model):

@@ -96,10 +96,10 @@ class Reports:
         return [turns[seq] for seq in sorted(turns)]
 
     def turn_vectors(self, tenant: str) -> Iterator[NDArray[np.float16]]:
-        """The vectors of a tenant's turns, float16 [dim] each, in seq order; streamed."""
+        """The vectors of a tenant's turns, float16 [dim] each, as they were made; streamed."""
         withheld = Withheld(self._rows(tenant, ["control"]))
         key = self._journal.info.tenant_key(tenant)
-        rows = self._journal.read(tenant_keys=[key], kinds=["turn"])
+        rows = self._journal.read(tenant_keys=[key], kinds=["turn", "vector"])
         shown = (row for row in rows if self._is_alive(row) and row not in withheld)
         return (row.vector for row in shown if row.vector is not None)
 
@@ -240,8 +240,13 @@ class Reports:
 
     def _exported_rows(self, tenant: str, vectors: bool, *, after_lsn: int = -1) -> Iterator[Row]:
         key = self._journal.info.tenant_key(tenant)
+        later = self._journal.read(tenant_keys=[key], kinds=["vector"]) if vectors else ()
+        made = {row.seq: row.vector for row in filter(self._is_alive, later)}
         rows = self._journal.read(tenant_keys=[key], kinds=EXPORTED, vectors=vectors, after_lsn=after_lsn)
-        return filter(self._is_alive, rows)
+        for row in filter(self._is_alive, rows):
+            if row.kind == "turn" and row.vector is None:
+                row.vector = made.get(row.seq)
+            yield row
 
     def jobs(self) -> list[Report]:
         """Pending and parked jobs of all tenants, by tenant and seq."""

@@ -109,6 +109,8 @@ def search(
     put_records(hits, columns, title=f"{len(hits)} results for {tenant}", as_json=as_json)
     if found.turn_recall < 1 and not as_json:
         say(f"(turns found through an index, measured recall {found.turn_recall:.3f})")
+    if found.words_only:
+        say("(found by words alone: the embedding endpoint cannot be used now)")
 
 
 def _check_words(name: str, text: str) -> None:

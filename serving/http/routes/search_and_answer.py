@@ -49,7 +49,7 @@ async def search(tenant: Tenant, asked: SearchRequest, service: Served) -> Any:
     hits = found.ranked(asked.top_k)
     if asked.threshold is not None:
         hits = [hit for hit in hits if hit.score >= asked.threshold]
-    return {"results": hits, "recall": found.turn_recall}
+    return {"results": hits, "recall": found.turn_recall, "words_only": found.words_only}
 
 
 @router.post(

@@ -16,6 +16,7 @@ from undertow.engine.api.policy_change import PolicyConflict
 from undertow.engine.base.memory_api import MemoryApi
 from undertow.engine.base.model import Message, Turn
 from undertow.engine.base.results import Report
+from undertow.engine.llm.client import BadReply
 from undertow.engine.storage.row_codec import usage_from_json
 from undertow.prompts.builders import QUERY_OPERATIONS
 
@@ -118,7 +119,8 @@ def act(engine: Engine, tenant: str, what: str, n: int) -> None:
         else:
             engine.update(chosen, f"garden seed soil {n}")
     elif what == "ask":  # HiMem learns from questions that its notes do not answer
-        engine.answer(tenant, f"Who has a {TOPICS[n % 3]}?", mode="best_effort")
+        with suppress(BadReply):
+            engine.answer(tenant, f"Who has a {TOPICS[n % 3]}?", mode="best_effort")
     elif what == "step":
         engine.step()
     elif what == "change policy":
