@@ -38,11 +38,14 @@ class LLMCalls:
         self._trace = trace
         self._unsent: list[tuple[DecisionRun, Complete]] = []
         self._replies: SimpleQueue[DecisionRun] = SimpleQueue()
+        # The most of late: where steps are long, many requests end in one, and as many more must be queued.
+        self._replies_a_step = 0
 
     @property
     def is_saturated(self) -> bool:
-        """Whether the server has enough queued work, so that storing turns may go first."""
-        return self.llm is None or self._decisions.running_count >= 2 * self._in_flight
+        """Whether the server has work until the next step, so that storing turns may go first."""
+        queued = max(self._in_flight, 2 * self._replies_a_step)
+        return self.llm is None or self._decisions.running_count >= self._in_flight + queued
 
     def obstacle(self, run: DecisionRun) -> str | None:
         """Why the tenant may not call the LLM now. None: it may."""
@@ -80,12 +83,13 @@ class LLMCalls:
 
     def replied(self, wait_s: float) -> Iterator[DecisionRun]:
         """The runs whose calls are done, as they come in. Waits up to `wait_s` for the first."""
+        count = 0
         try:
             yield self._replies.get(timeout=wait_s) if wait_s else self._replies.get_nowait()
-            while True:
+            while count := count + 1:
                 yield self._replies.get_nowait()
         except Empty:
-            pass
+            self._replies_a_step = max(count, self._replies_a_step * 7 // 8)
 
     def take_reply(self, run: DecisionRun) -> Completion | BadReply | ServerRefused | None:
         """The reply to a run's call. None: it was cancelled, or the run is over."""
