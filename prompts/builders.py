@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, meta
 
@@ -43,13 +43,21 @@ NemoriOperation = Literal[
 ]
 HiMemOperation = Literal["segment", "notes", "traits", "align", "supplement", "revise", "sufficiency"]
 Operation = Literal[RecMemOperation, EagerOperation, NemoriOperation, HiMemOperation, "answer"]
+# prompts that ask at once for what the papers ask for in several calls
+FusedName = Literal["episode_facts", "merge_facts"]
+PromptName = Literal[Operation, FusedName]
 
 # metered as the cost of queries, not of consolidation
 QUERY_OPERATIONS: frozenset[str] = frozenset({"sufficiency", "answer"})
 
-REPLIES: dict[Operation, type[Reply] | None] = {
+# the operations that fused prompts are metered as
+FUSED: Mapping[PromptName, Operation] = {"episode_facts": "episode", "merge_facts": "merge"}
+
+REPLIES: dict[PromptName, type[Reply] | None] = {
     "episode": replies.EpisodesReply,
+    "episode_facts": replies.EpisodeFactsReply,
     "merge": replies.MergeReply,
+    "merge_facts": replies.MergeFactsReply,
     "refine": replies.FactsReply,
     "direct": replies.FactsReply,
     "salient": replies.SalientReply,
@@ -133,9 +141,22 @@ def episode_prompt(turns: Sequence[ShownTurn]) -> Prompt:
     return _prompt("episode", turns=turns)
 
 
+def episode_facts_prompt(turns: Sequence[ShownTurn], facts: Sequence[ShownMemory]) -> Prompt:
+    """`episode_prompt` and `refine_prompt` in one: each episode has its facts, new against `facts`."""
+    return _prompt("episode_facts", turns=turns, facts=facts)
+
+
 def merge_prompt(episode: ShownMemory, turn: ShownTurn) -> Prompt:
     """Ask whether `turn` continues `episode`, and for the merged narrative (equation 6)."""
     return _prompt("merge", episode=episode, turn=turn)
+
+
+def merge_facts_prompt(episode: ShownMemory, facts: Sequence[ShownMemory], turn: ShownTurn) -> Prompt:
+    """`merge_prompt` and `refine_prompt` in one: the facts of `turn`, new against `facts`.
+
+    The turn comes last: what is shown before it is often the same for the next turn.
+    """
+    return _prompt("merge_facts", episode=episode, facts=facts, turn=turn)
 
 
 def refine_prompt(episode: ShownMemory, turns: Sequence[ShownTurn], facts: Sequence[ShownMemory]) -> Prompt:
@@ -285,13 +306,13 @@ def _defused(text: str) -> str:
 
 
 @cache
-def prompt_version(operation: Operation) -> str:
-    """12 hex digits: a digest of the fixed texts and the reply schema of `operation`."""
+def prompt_version(name: PromptName) -> str:
+    """12 hex digits: a digest of the fixed texts and the reply schema of a prompt."""
     digest = hashlib.blake2b(digest_size=6)
-    included = meta.find_referenced_templates(_templates().parse(_source(f"{operation}.j2")))
-    for name in (*filter(None, included), f"{operation}.j2", "repair.j2"):
-        digest.update(_source(name).encode() + b"\x1f")
-    reply = REPLIES[operation]
+    included = meta.find_referenced_templates(_templates().parse(_source(f"{name}.j2")))
+    for template in (*filter(None, included), f"{name}.j2", "repair.j2"):
+        digest.update(_source(template).encode() + b"\x1f")
+    reply = REPLIES[name]
     if reply is not None:
         digest.update(json.dumps(reply.wire_schema(), sort_keys=True).encode())
     return digest.hexdigest()
@@ -317,16 +338,21 @@ def _block(template_name: str, block: str, **variables: Any) -> str:
 
 
 @cache
-def system_message(operation: Operation) -> str:
-    """The fixed text of an operation; unique to it."""
-    return _block(operation, "system")
+def system_message(name: PromptName) -> str:
+    """The fixed text of a prompt; unique to it."""
+    return _block(name, "system")
 
 
-def _prompt(operation: Operation, **variables: Any) -> Prompt:
+def operation_of(name: PromptName) -> Operation:
+    """The operation that a prompt is metered as."""
+    return FUSED.get(name) or cast(Operation, name)
+
+
+def _prompt(name: PromptName, **variables: Any) -> Prompt:
     return Prompt(
-        operation,
-        system_message(operation),
-        _block(operation, "user", **variables),
-        REPLIES[operation],
-        prompt_version(operation),
+        operation_of(name),
+        system_message(name),
+        _block(name, "user", **variables),
+        REPLIES[name],
+        prompt_version(name),
     )

@@ -24,6 +24,8 @@ ABLATIONS: Mapping[str, tuple[PolicyName, ...]] = {
 }
 # How NEMORI manages facts (section 3.3.3 and appendix A).
 ManagementName = Literal["native", "append", "summary"]
+# Whether one LLM call asks for what the papers ask for in several.
+CallForm = Literal["fused", "paper"]
 
 ANSWER_TOKENS = 800
 
@@ -58,6 +60,10 @@ class Settings(BaseSettings):
     theta_sim: float | None = Field(default=None, ge=-1.0, le=1.0)
     theta_merge: float | None = Field(default=None, ge=-1.0, le=1.0)
     theta_count: int | None = Field(default=None, ge=1, le=1000)
+
+    # "fused": an episode or a merge and its facts come in one reply. "paper": the calls of the papers. None:
+    # "paper" under the profile of that name, else "fused".
+    calls: CallForm | None = None
 
     # RecMem: of each so many turns in a row the LLM reads those that say most for their length, once
     # (engine/policies/salience.py); 0: none. A tenant's quota of tokens a day for it. Turns that say less
@@ -229,6 +235,10 @@ class Settings(BaseSettings):
         """The tokens of memories that an answer is given; 0: as many memories as the counts say."""
         usual = 0 if self.profile == "paper" else ANSWER_TOKENS
         return usual if self.answer_tokens is None else self.answer_tokens
+
+    @property
+    def call_form(self) -> CallForm:
+        return self.calls or ("paper" if self.profile == "paper" else "fused")
 
     @property
     def similarity_threshold(self) -> float:

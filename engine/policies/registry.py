@@ -23,7 +23,8 @@ def policy_of(settings: Settings) -> Policy:
     budget = PromptBudget(settings.context_tokens, settings.reply_tokens)
     match settings.policy:
         case "recmem":
-            return RecMem(budget, settings.ablation, _salience_of(settings))
+            is_fused = settings.call_form == "fused"
+            return RecMem(budget, settings.ablation, _salience_of(settings), is_fused=is_fused)
         case "eager":
             return Eager(budget)
         case "nemori":

@@ -27,6 +27,7 @@ from ..support.policies.variants import VARIANTS
 
 OPTIONS: dict[str, Mapping[str, Any]] = {
     "recmem": {"policy": "recmem"},
+    "recmem, calls of the paper": {"policy": "recmem", "calls": "paper"},
     "recmem, direct extraction": {"policy": "recmem", "ablation": "direct-extraction"},
     "recmem without facts": {"policy": "recmem", "ablation": "without-facts"},
     "eager": {"policy": "eager"},

@@ -57,7 +57,8 @@ def run_of(settings: Settings, refusal_rate: float = 0.0) -> tuple[Counted, Rang
 
 EXACT: dict[str, tuple[Settings, float, set[str], set[str]]] = {
     # settings, refused merges, operations with the same calls, and those with the same prompts to the byte
-    "RecMem without merges": (under("recmem"), 1.0, {"episode"}, {"episode"}),
+    "RecMem without merges": (under("recmem"), 1.0, {"episode"}, set()),
+    "RecMem's paper without merges": (under("recmem", calls="paper"), 1.0, {"episode"}, {"episode"}),
     "eager": (under("eager"), 0.0, {"extract"}, {"extract"}),
     "NEMORI": (under("nemori"), 0.0, {"partition", "narrate", "select", "predict", "distil"}, {"partition"}),
     "NEMORI without partition": (
@@ -86,7 +87,8 @@ def test_what_does_not_depend_on_replies_equals_a_run_of_the_engine(case: str) -
 @pytest.mark.parametrize(
     ("settings", "operations"),
     [
-        (under("recmem"), {"episode", "merge", "refine"}),
+        (under("recmem"), {"episode", "merge"}),
+        (under("recmem", calls="paper"), {"episode", "merge", "refine"}),
         (under("recmem", ablation="without-facts"), {"episode", "merge"}),
         (under("recmem", ablation="direct-extraction"), {"direct"}),
         (under("eager"), {"extract", "reconcile"}),
@@ -230,6 +232,7 @@ def test_a_date_is_inherited_within_a_session_as_ingestion_does(
 
     monkeypatch.setattr("undertow.engine.encoders.factory.make_encoder", lambda settings: Heard(384))
     monkeypatch.setenv("UNDERTOW_EMBED_TIMESTAMP", "1")
+    monkeypatch.setenv("UNDERTOW_THETA_COUNT", "1000")  # a job would embed its cluster as one text
     estimated, inherited = (
         run("estimate", log, "--policy", "himem", "--json").doc["policies"] for log in logs
     )
