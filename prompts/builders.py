@@ -44,14 +44,18 @@ NemoriOperation = Literal[
 HiMemOperation = Literal["segment", "notes", "traits", "align", "supplement", "revise", "sufficiency"]
 Operation = Literal[RecMemOperation, EagerOperation, NemoriOperation, HiMemOperation, "answer"]
 # prompts that ask at once for what the papers ask for in several calls
-FusedName = Literal["episode_facts", "merge_facts"]
+FusedName = Literal["episode_facts", "merge_facts", "consolidate_all"]
 PromptName = Literal[Operation, FusedName]
 
 # metered as the cost of queries, not of consolidation
 QUERY_OPERATIONS: frozenset[str] = frozenset({"sufficiency", "answer"})
 
 # the operations that fused prompts are metered as
-FUSED: Mapping[PromptName, Operation] = {"episode_facts": "episode", "merge_facts": "merge"}
+FUSED: Mapping[PromptName, Operation] = {
+    "episode_facts": "episode",
+    "merge_facts": "merge",
+    "consolidate_all": "consolidate",
+}
 
 REPLIES: dict[PromptName, type[Reply] | None] = {
     "episode": replies.EpisodesReply,
@@ -71,6 +75,7 @@ REPLIES: dict[PromptName, type[Reply] | None] = {
     "distil": replies.StatementsReply,
     "distil_direct": replies.StatementsReply,
     "consolidate": replies.ConsolidateReply,
+    "consolidate_all": replies.ConsolidateAllReply,
     "summarise": replies.SummaryReply,
     "segment": replies.SegmentReply,
     "notes": replies.NotesReply,
@@ -222,6 +227,11 @@ def distil_direct_prompt(messages: Sequence[ShownTurn]) -> Prompt:
 def consolidate_prompt(fact: ShownMemory, facts: Sequence[ShownMemory]) -> Prompt:
     """Ask whether `fact` is new beside the stored `facts` (NEMORI, section 3.3.3)."""
     return _prompt("consolidate", fact=fact, facts=facts)
+
+
+def consolidate_all_prompt(candidates: Sequence[ShownMemory], facts: Sequence[ShownMemory]) -> Prompt:
+    """`consolidate_prompt` for several new facts at once: `candidates`, beside the stored `facts`."""
+    return _prompt("consolidate_all", candidates=candidates, facts=facts)
 
 
 def summarise_prompt(facts: Sequence[ShownMemory], summary: Sequence[ShownMemory]) -> Prompt:

@@ -248,6 +248,21 @@ class ConsolidateReply(Reply):
     text: str = Field(max_length=FACT_CHARS)
 
 
+class CandidateDecision(Reply):
+    """How one new fact changes the stored ones. Facts without a decision are new."""
+
+    candidate: LineNumber
+    action: Literal["merge", "conflict"]
+    targets: list[LineNumber] = Field(max_length=10)
+    text: str = Field(max_length=FACT_CHARS)
+
+
+class ConsolidateAllReply(Reply):
+    """Reply to `consolidate_all`: `consolidate` for all facts of one distillation."""
+
+    decisions: list[CandidateDecision] = Field(max_length=CANDIDATES)
+
+
 class SummaryReply(Reply):
     """Reply to `summarise`: S_sum of NEMORI, appendix A.1."""
 

@@ -238,7 +238,7 @@ class _Writer:
 
     def _integer(self, schema: Mapping[str, Any], path: str) -> int:
         shown = self.echo.turns
-        if path.endswith(_FACT_NUMBERS) or path.startswith(".targets"):
+        if path.endswith(_FACT_NUMBERS) or ".targets" in path:
             shown = self.echo.facts
         elif path.endswith(_NOTE_NUMBERS):
             shown = self.echo.notes

@@ -61,8 +61,9 @@ class Settings(BaseSettings):
     theta_merge: float | None = Field(default=None, ge=-1.0, le=1.0)
     theta_count: int | None = Field(default=None, ge=1, le=1000)
 
-    # "fused": an episode or a merge and its facts come in one reply. "paper": the calls of the papers. None:
-    # "paper" under the profile of that name, else "fused".
+    # "fused": RecMem gets an episode or a merge and its facts in one reply; NEMORI compares all facts of a
+    # distillation in one call, and shows episodes that may be continued by their cues. "paper": the calls of
+    # the papers. None: "paper" under the profile of that name, else "fused".
     calls: CallForm | None = None
 
     # RecMem: of each so many turns in a row the LLM reads those that say most for their length, once
@@ -76,6 +77,9 @@ class Settings(BaseSettings):
     window_messages: int = Field(default=20, ge=1, le=200)
     theta_evoke: float = Field(default=0.70, ge=-1.0, le=1.0)
     management: ManagementName = "native"
+    # With fused calls: a fact is compared with stored facts of at least this cosine, and is new without a
+    # call if there is none. It belongs to the embedding model.
+    theta_compare: float = Field(default=0.65, ge=-1.0, le=1.0)
 
     # HiMem, tables 3 and 4: knowledge alignment of its notes and (an ablation) of its episodes, and memory
     # self-evolution: whether a question that only the episodes covered revises the notes.

@@ -128,6 +128,9 @@ class GuessedReplies:
     def _consolidate(self, shown: Shown) -> Fields:
         return {"action": "new", "targets": [], "text": ""}
 
+    def _consolidate_all(self, shown: Shown) -> Fields:
+        return {"decisions": []}
+
     def _summarise(self, shown: Shown) -> Fields:
         known = [*shown.get("Summary", ()), *shown["New facts"]]
         return {"summary": self._write(known, _joined_chars(known))}

@@ -11,13 +11,17 @@ import pytest
 from undertow.bench.mock.llm import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import Decision
+from undertow.engine.base.model import Decision, Memory
 from undertow.engine.llm.client import BadReply
-from undertow.engine.policies.base import GateReading, PromptBudget
+from undertow.engine.policies.base import GateReading, PromptBudget, TurnView
+from undertow.engine.policies.nemori.knowledge import management_of
+from undertow.engine.policies.nemori.policy import Nemori
 from undertow.engine.policies.recmem import RecMem
 from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.builders import prompt_version
 from undertow.prompts.reply_schemas import (
+    CandidateDecision,
+    ConsolidateAllReply,
     EpisodeDraft,
     EpisodeFactsDraft,
     EpisodeFactsReply,
@@ -25,7 +29,12 @@ from undertow.prompts.reply_schemas import (
     FactDraft,
     FactsReply,
     MergeFactsReply,
+    NarrativeReply,
+    PredictionReply,
     Reply,
+    SelectReply,
+    StatementDraft,
+    StatementsReply,
 )
 
 from ..support.engine import RecordingLLM, open_engine, turns_of
@@ -166,6 +175,90 @@ def test_without_facts_none_are_asked_for() -> None:
     reply = EpisodesReply(episodes=[EpisodeDraft(text="E.", turns=[])])
     done = drive(policy.decide(2, view), view, reading=FIRES, replies=[reply])
     assert [p.reply for p in done.prompts] == [EpisodesReply]
+
+
+# ---- NEMORI
+
+BOAT = stored("fact", "Ann keeps a wooden boat in the harbour.", 1, (0,))
+BREAD = stored("fact", "Ben bakes rye bread on every sunday.", 2, (0,))
+TALE = stored("episode", "Ann and her boat\nA long story.", 1, (0,), source_messages=((0, 0),))
+
+
+def decision(candidate: int, action: Any, *targets: int, text: str = "") -> CandidateDecision:
+    return CandidateDecision(candidate=candidate, action=action, targets=list(targets), text=text)
+
+
+def learns(
+    texts: Sequence[str],
+    *replies: Reply,
+    known: Sequence[Memory] = (BOAT, BREAD),
+    budget: PromptBudget = ROOMY,
+) -> Driven:
+    """A window of two turns as one group, of which these facts are distilled."""
+    turns = {n: TurnView(n, f"A: ask{n}", f"2026-03-{n + 1:02d}", (f"A: ask{n}",)) for n in (0, 8, 9)}
+    view = View(turns, [*known], record=9, settled_end=8)
+    policy = Nemori(budget, 2, management_of("native", 1.0, 0.6), "fixed-chunks", by_cue=True)
+    drafts = [StatementDraft(text=text, messages=[1]) for text in texts]
+    first: list[Reply] = [
+        NarrativeReply(cue="Cue", narrative="It happened."),
+        *([SelectReply(continues=None)] if TALE in known else []),
+        PredictionReply(prediction="They talked."),
+        StatementsReply(facts=drafts),
+    ]
+    return drive(policy.decide(9, view), view, replies=[*first, *replies])
+
+
+def test_a_fact_without_a_near_one_is_new_without_a_call() -> None:
+    done = learns(["Zoe plays chess."])
+    assert "consolidate" not in [p.operation for p in done.prompts]
+    assert [f.text for f in done.made("fact")] == ["Zoe plays chess."]
+
+
+def test_the_facts_of_an_episode_are_compared_in_one_call() -> None:
+    texts = [
+        "Ann keeps a wooden boat in a harbour.",
+        "Zoe plays chess.",
+        "Ben bakes rye bread on every monday.",
+        "Ann keeps a wooden boat in the yard.",
+    ]
+    reply = ConsolidateAllReply(
+        decisions=[
+            decision(1, "merge", 1, text="Ann has a wooden boat in the harbour."),
+            decision(2, "conflict", 2),
+            decision(3, "conflict", 1),  # which the first has changed
+            decision(9, "conflict", 1),
+        ]
+    )
+    done = learns(texts, reply)
+    (asked,) = [p for p in done.prompts if p.operation == "consolidate"]
+    assert [len(lines_under(asked, name)) for name in ("New facts", "Stored facts")] == [3, 2]
+    assert "chess" not in asked.user
+    facts = {f.text: f for f in done.made("fact")}
+    merged = facts["Ann has a wooden boat in the harbour."]
+    assert (merged.id, merged.source_seqs) == (BOAT.id, (0, 8))
+    assert merged.prompt_version == prompt_version("consolidate_all")
+    assert facts[texts[2]].supersedes == (BREAD.id,) and done.deleted() == [BREAD.id]
+    assert facts[texts[1]].supersedes == facts[texts[3]].supersedes == ()
+    assert texts[0] not in facts
+
+
+def test_comparisons_that_do_not_fit_are_made_in_parts() -> None:
+    texts = [f"{BOAT.text} {n}" for n in range(9)]
+    none = ConsolidateAllReply(decisions=[])
+    whole = learns(texts, none).prompts[-1]
+    tight = PromptBudget(whole.size_tokens - 20 + 64, 64)
+    parts = learns(texts, none, ConsolidateAllReply(decisions=[decision(1, "conflict", 1)]), budget=tight)
+    shown = [len(lines_under(p, "New facts")) for p in parts.prompts if p.operation == "consolidate"]
+    assert sum(shown) == 9 and len(shown) == 2
+    (replacing,) = [f for f in parts.made("fact") if f.supersedes]
+    assert replacing.text == texts[shown[0]], "the first of the second part"
+
+
+def test_episodes_that_may_be_continued_are_shown_by_their_cues() -> None:
+    done = learns([], known=[TALE])
+    (asked,) = [p for p in done.prompts if p.operation == "select"]
+    assert '"Ann and her boat"' in asked.user and "A long story." not in asked.user
+    assert "It happened." in lines_under(asked, "New episode")[0]
 
 
 # ---- the setting

@@ -53,6 +53,7 @@ def all_prompts(text: str, date: str | None = "2023-05-08") -> list[Prompt]:
         build.distil_prompt(turns, memory),
         build.distil_direct_prompt(turns),
         build.consolidate_prompt(memory, [memory]),
+        build.consolidate_all_prompt([memory], [memory]),
         build.summarise_prompt([memory], [memory]),
         build.segment_prompt(turns),
         build.notes_prompt(turns),

@@ -349,6 +349,7 @@ def worlds(draw: st.DrawFn) -> tuple[Settings, TableEncoder, MockReplies, Turns]
         theta_count=draw(st.integers(1, 6)),
         window_messages=draw(st.sampled_from([1, 3, 8])),
         theta_evoke=threshold(rng, pool, 1),
+        theta_compare=threshold(rng, pool, 0),
         batch_turns=draw(st.sampled_from([1, 2, 5, 512, None])),
         gate_lookahead_turns=draw(st.sampled_from([1, 3, 64])),
     )
