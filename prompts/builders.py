@@ -44,7 +44,7 @@ NemoriOperation = Literal[
 HiMemOperation = Literal["segment", "notes", "traits", "align", "supplement", "revise", "sufficiency"]
 Operation = Literal[RecMemOperation, EagerOperation, NemoriOperation, HiMemOperation, "answer"]
 # prompts that ask at once for what the papers ask for in several calls
-FusedName = Literal["episode_facts", "merge_facts", "consolidate_all"]
+FusedName = Literal["episode_facts", "merge_facts", "consolidate_all", "notes_all"]
 PromptName = Literal[Operation, FusedName]
 
 # metered as the cost of queries, not of consolidation
@@ -55,6 +55,7 @@ FUSED: Mapping[PromptName, Operation] = {
     "episode_facts": "episode",
     "merge_facts": "merge",
     "consolidate_all": "consolidate",
+    "notes_all": "notes",
 }
 
 REPLIES: dict[PromptName, type[Reply] | None] = {
@@ -79,6 +80,7 @@ REPLIES: dict[PromptName, type[Reply] | None] = {
     "summarise": replies.SummaryReply,
     "segment": replies.SegmentReply,
     "notes": replies.NotesReply,
+    "notes_all": replies.NotesAllReply,
     "traits": replies.TraitsReply,
     "align": replies.AlignReply,
     "supplement": replies.SupplementReply,
@@ -247,6 +249,11 @@ def segment_prompt(turns: Sequence[ShownTurn]) -> Prompt:
 def notes_prompt(turns: Sequence[ShownTurn]) -> Prompt:
     """Ask for what the turns state explicitly (HiMem, section 2.2.2, stage 1)."""
     return _prompt("notes", turns=turns)
+
+
+def notes_all_prompt(turns: Sequence[ShownTurn]) -> Prompt:
+    """Ask for what the turns state and imply, in lasting form (section 2.2.2, all stages at once)."""
+    return _prompt("notes_all", turns=turns)
 
 
 def traits_prompt(turns: Sequence[ShownTurn], notes: Sequence[ShownMemory]) -> Prompt:

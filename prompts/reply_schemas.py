@@ -306,6 +306,12 @@ class NotesReply(Reply):
     notes: list[NoteDraft] = Field(max_length=STATED_NOTES)
 
 
+class NotesAllReply(Reply):
+    """Reply to `notes_all`: the three stages of HiMem's section 2.2.2 at once."""
+
+    notes: list[NoteDraft] = Field(max_length=STATED_NOTES + IMPLIED_NOTES)
+
+
 class TraitDraft(Reply):
     text: str = Field(min_length=1, max_length=FACT_CHARS)
     kind: Literal["preference", "profile"]

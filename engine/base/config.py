@@ -62,8 +62,9 @@ class Settings(BaseSettings):
     theta_count: int | None = Field(default=None, ge=1, le=1000)
 
     # "fused": RecMem gets an episode or a merge and its facts in one reply; NEMORI compares all facts of a
-    # distillation in one call, and shows episodes that may be continued by their cues. "paper": the calls of
-    # the papers. None: "paper" under the profile of that name, else "fused".
+    # distillation in one call, and shows episodes that may be continued by their cues; HiMem gets aligned
+    # notes in one reply. "paper": the papers' calls. None: "paper" under the profile of that name, else
+    # "fused".
     calls: CallForm | None = None
 
     # RecMem: of each so many turns in a row the LLM reads those that say most for their length, once

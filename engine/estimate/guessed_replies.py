@@ -149,6 +149,9 @@ class GuessedReplies:
         numbered = enumerate(texts)
         return {"notes": [{"text": t, "kind": "fact", "turns": [1 + n % len(turns)]} for n, t in numbered]}
 
+    def _notes_all(self, shown: Shown) -> Fields:
+        return {"notes": [*self._notes(shown)["notes"], *self._traits(shown)["notes"]]}
+
     def _traits(self, shown: Shown) -> Fields:
         """Each trait rests on two turns, as more than one message should support it."""
         turns = shown["Turns"]

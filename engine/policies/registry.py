@@ -38,6 +38,7 @@ def policy_of(settings: Settings) -> Policy:
                 align_episodes=settings.himem_align_episodes,
                 max_notes=settings.himem_max_notes,
                 self_evolution=settings.himem_self_evolution,
+                is_fused=is_fused,
             )
 
 

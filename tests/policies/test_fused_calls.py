@@ -14,6 +14,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Decision, Memory
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import GateReading, PromptBudget, TurnView
+from undertow.engine.policies.himem.policy import HiMem
 from undertow.engine.policies.nemori.knowledge import management_of
 from undertow.engine.policies.nemori.policy import Nemori
 from undertow.engine.policies.recmem import RecMem
@@ -30,8 +31,12 @@ from undertow.prompts.reply_schemas import (
     FactsReply,
     MergeFactsReply,
     NarrativeReply,
+    NoteDraft,
+    NotesAllReply,
     PredictionReply,
     Reply,
+    SegmentDraft,
+    SegmentReply,
     SelectReply,
     StatementDraft,
     StatementsReply,
@@ -259,6 +264,25 @@ def test_episodes_that_may_be_continued_are_shown_by_their_cues() -> None:
     (asked,) = [p for p in done.prompts if p.operation == "select"]
     assert '"Ann and her boat"' in asked.user and "A long story." not in asked.user
     assert "It happened." in lines_under(asked, "New episode")[0]
+
+
+# ---- HiMem
+
+
+def test_notes_of_all_stages_come_in_one_reply() -> None:
+    view = View({n: TurnView(n, f"Ann: turn{n}", "2026-03-01", (f"Ann: turn{n}",), "s") for n in range(2)})
+    view.record = 2
+    episodes = SegmentReply(episodes=[SegmentDraft(first=1, topic="T", summary="S.")])
+    notes = NotesAllReply(
+        notes=[
+            NoteDraft(text="Ann sails.", kind="fact", turns=[1]),
+            NoteDraft(text="Ann likes boats.", kind="preference", turns=[1, 2]),
+        ]
+    )
+    done = drive(HiMem(ROOMY, is_fused=True).flush(2, view), view, replies=[episodes, notes])
+    assert [p.operation for p in done.prompts] == ["segment", "notes"]
+    made = [(m.text, m.fact_kind, m.source_seqs, m.shown_seqs) for m in done.made("fact")]
+    assert made == [("Ann sails.", "fact", (0,), (1,)), ("Ann likes boats.", "preference", (0, 1), ())]
 
 
 # ---- the setting

@@ -57,6 +57,7 @@ def all_prompts(text: str, date: str | None = "2023-05-08") -> list[Prompt]:
         build.summarise_prompt([memory], [memory]),
         build.segment_prompt(turns),
         build.notes_prompt(turns),
+        build.notes_all_prompt(turns),
         build.traits_prompt(turns, [memory]),
         build.align_prompt(turns, [memory]),
         build.supplement_prompt(text, [memory]),

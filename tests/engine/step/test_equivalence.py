@@ -170,7 +170,7 @@ def check_himem_runs(run: Run) -> None:
         assert max(Counter(m.made_at_seq for m in versions if m.kind == "episode").values()) > 1
         assert any(m.kind == "fact" and len(m.sources) > 1 for m in versions), "duplicates of one window"
         operations = {p.operation for p in run.prompts[tenant]}
-        assert operations == {"segment", "notes", "traits", "align"}
+        assert operations == {"segment", "notes"}
 
 
 @pytest.mark.parametrize(
