@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, meta
 
@@ -46,13 +46,26 @@ NemoriOperation = Literal[
 ]
 HiMemOperation = Literal["segment", "notes", "traits", "align", "supplement", "revise", "sufficiency"]
 Operation = Literal[RecMemOperation, EagerOperation, NemoriOperation, HiMemOperation, "answer"]
+# prompts that ask at once for what the papers ask for in several calls
+FusedName = Literal["episode_facts", "merge_facts", "consolidate_all", "notes_all"]
+PromptName = Literal[Operation, FusedName]
 
 # metered as the cost of queries, not of consolidation
 QUERY_OPERATIONS: frozenset[str] = frozenset({"sufficiency", "answer"})
 
-REPLIES: dict[Operation, type[Reply] | None] = {
+# the operations that fused prompts are metered as
+FUSED: Mapping[PromptName, Operation] = {
+    "episode_facts": "episode",
+    "merge_facts": "merge",
+    "consolidate_all": "consolidate",
+    "notes_all": "notes",
+}
+
+REPLIES: dict[PromptName, type[Reply] | None] = {
     "episode": replies.EpisodesReply,
+    "episode_facts": replies.EpisodeFactsReply,
     "merge": replies.MergeReply,
+    "merge_facts": replies.MergeFactsReply,
     "refine": replies.FactsReply,
     "direct": replies.FactsReply,
     "salient": replies.SalientReply,
@@ -66,9 +79,11 @@ REPLIES: dict[Operation, type[Reply] | None] = {
     "distil": replies.StatementsReply,
     "distil_direct": replies.StatementsReply,
     "consolidate": replies.ConsolidateReply,
+    "consolidate_all": replies.ConsolidateAllReply,
     "summarise": replies.SummaryReply,
     "segment": replies.SegmentReply,
     "notes": replies.NotesReply,
+    "notes_all": replies.NotesAllReply,
     "traits": replies.TraitsReply,
     "align": replies.AlignReply,
     "supplement": replies.SupplementReply,
@@ -140,9 +155,22 @@ def episode_prompt(turns: Sequence[ShownTurn]) -> Prompt:
     return _prompt("episode", turns=turns)
 
 
+def episode_facts_prompt(turns: Sequence[ShownTurn], facts: Sequence[ShownMemory]) -> Prompt:
+    """`episode_prompt` and `refine_prompt` in one: each episode has its facts, new against `facts`."""
+    return _prompt("episode_facts", turns=turns, facts=facts)
+
+
 def merge_prompt(episode: ShownMemory, turn: ShownTurn) -> Prompt:
     """Ask whether `turn` continues `episode`, and for the merged narrative (equation 6)."""
     return _prompt("merge", episode=episode, turn=turn)
+
+
+def merge_facts_prompt(episode: ShownMemory, facts: Sequence[ShownMemory], turn: ShownTurn) -> Prompt:
+    """`merge_prompt` and `refine_prompt` in one: the facts of `turn`, new against `facts`.
+
+    The turn comes last: what is shown before it is often the same for the next turn.
+    """
+    return _prompt("merge_facts", episode=episode, facts=facts, turn=turn)
 
 
 def refine_prompt(episode: ShownMemory, turns: Sequence[ShownTurn], facts: Sequence[ShownMemory]) -> Prompt:
@@ -210,6 +238,11 @@ def consolidate_prompt(fact: ShownMemory, facts: Sequence[ShownMemory]) -> Promp
     return _prompt("consolidate", fact=fact, facts=facts)
 
 
+def consolidate_all_prompt(candidates: Sequence[ShownMemory], facts: Sequence[ShownMemory]) -> Prompt:
+    """`consolidate_prompt` for several new facts at once: `candidates`, beside the stored `facts`."""
+    return _prompt("consolidate_all", candidates=candidates, facts=facts)
+
+
 def summarise_prompt(facts: Sequence[ShownMemory], summary: Sequence[ShownMemory]) -> Prompt:
     """Ask for the running `summary` (at most one memory) extended by `facts` (NEMORI, appendix A.1)."""
     return _prompt("summarise", facts=facts, summary=summary)
@@ -223,6 +256,11 @@ def segment_prompt(turns: Sequence[ShownTurn]) -> Prompt:
 def notes_prompt(turns: Sequence[ShownTurn]) -> Prompt:
     """Ask for what the turns state explicitly (HiMem, section 2.2.2, stage 1)."""
     return _prompt("notes", turns=turns)
+
+
+def notes_all_prompt(turns: Sequence[ShownTurn]) -> Prompt:
+    """Ask for what the turns state and imply, in lasting form (section 2.2.2, all stages at once)."""
+    return _prompt("notes_all", turns=turns)
 
 
 def traits_prompt(turns: Sequence[ShownTurn], notes: Sequence[ShownMemory]) -> Prompt:
@@ -295,9 +333,9 @@ def _defused(text: str) -> str:
 
 
 @cache
-def prompt_version(operation: Operation) -> str:
-    """12 hex digits: a digest of the fixed texts and the reply schema of `operation`, not "answer"."""
-    return _digest((f"{operation}.j2",), REPLIES[operation])
+def prompt_version(name: PromptName) -> str:
+    """12 hex digits: a digest of the fixed texts and the reply schema of a prompt, not "answer"."""
+    return _digest((f"{name}.j2",), REPLIES[name])
 
 
 @cache
@@ -306,8 +344,8 @@ def answer_version(style: Style) -> str:
     return _digest((f"answer_{style}.j2", "question.j2"), None)
 
 
-def prompt_versions(style: Style) -> dict[Operation, str]:
-    """The version of each operation's prompt."""
+def prompt_versions(style: Style) -> dict[PromptName, str]:
+    """The version of each prompt."""
     return {op: answer_version(style) if op == "answer" else prompt_version(op) for op in sorted(REPLIES)}
 
 
@@ -341,16 +379,21 @@ def _block(template_name: str, block: str, **variables: Any) -> str:
 
 
 @cache
-def system_message(operation: Operation) -> str:
-    """The fixed text of an operation, not "answer"; unique to it."""
-    return _block(operation, "system")
+def system_message(name: PromptName) -> str:
+    """The fixed text of a prompt, not "answer"; unique to it."""
+    return _block(name, "system")
 
 
-def _prompt(operation: Operation, **variables: Any) -> Prompt:
+def operation_of(name: PromptName) -> Operation:
+    """The operation that a prompt is metered as."""
+    return FUSED.get(name) or cast(Operation, name)
+
+
+def _prompt(name: PromptName, **variables: Any) -> Prompt:
     return Prompt(
-        operation,
-        system_message(operation),
-        _block(operation, "user", **variables),
-        REPLIES[operation],
-        prompt_version(operation),
+        operation_of(name),
+        system_message(name),
+        _block(name, "user", **variables),
+        REPLIES[name],
+        prompt_version(name),
     )

@@ -19,6 +19,8 @@ FactKind = Literal["user_event", "preference_or_constraint", "dated_update", "en
 # the longest stored text of an episode, merged or not, and of a fact
 EPISODE_CHARS = 4000
 FACT_CHARS = 600
+# episodes of a cluster, facts of an episode
+EPISODES, REFINED_FACTS = 5, 9
 # facts extracted from one turn, or from one part of an episode's messages
 CANDIDATES = 10
 # an episode is its cue, a line end and its narrative
@@ -110,6 +112,21 @@ def _fills(node: dict[str, Any], value: Any) -> bool:
     return isinstance(value, str) and most >= _NARRATIVE_CHARS and len(value) >= most - 1
 
 
+class FactDraft(Reply):
+    """`turns`: the numbers of the turns that say it, which date it."""
+
+    text: str = Field(min_length=1, max_length=FACT_CHARS)
+    kind: FactKind
+    turns: list[LineNumber] = Field(max_length=100)
+    replaces: LineNumberOrNull
+
+
+class FactsReply(Reply):
+    """Reply to `refine`: equations 8 and 9 of RecMem, at most nine new facts."""
+
+    facts: list[FactDraft] = Field(max_length=REFINED_FACTS)
+
+
 class EpisodeDraft(Reply):
     text: str = Field(min_length=1, max_length=3000)
     turns: list[LineNumber] = Field(max_length=100)
@@ -118,7 +135,17 @@ class EpisodeDraft(Reply):
 class EpisodesReply(Reply):
     """Reply to `episode`: equation 7 of RecMem. 0 to 5 episodes with their source turns."""
 
-    episodes: list[EpisodeDraft] = Field(max_length=5)
+    episodes: list[EpisodeDraft] = Field(max_length=EPISODES)
+
+
+class EpisodeFactsDraft(EpisodeDraft):
+    facts: list[FactDraft] = Field(max_length=REFINED_FACTS)
+
+
+class EpisodeFactsReply(Reply):
+    """Reply to `episode_facts`: equations 7 to 9 of RecMem at once."""
+
+    episodes: list[EpisodeFactsDraft] = Field(max_length=EPISODES)
 
 
 class MergeReply(Reply):
@@ -134,19 +161,10 @@ class MergeReply(Reply):
         return self
 
 
-class FactDraft(Reply):
-    """`turns`: the numbers of the turns that say it, which date it."""
+class MergeFactsReply(MergeReply):
+    """Reply to `merge_facts`: equations 6, 8 and 9 of RecMem at once. Without `same_story` no facts count."""
 
-    text: str = Field(min_length=1, max_length=FACT_CHARS)
-    kind: FactKind
-    turns: list[LineNumber] = Field(max_length=100)
-    replaces: LineNumberOrNull
-
-
-class FactsReply(Reply):
-    """Reply to `refine`: equations 8 and 9 of RecMem, at most nine new facts."""
-
-    facts: list[FactDraft] = Field(max_length=9)
+    facts: list[FactDraft] = Field(max_length=REFINED_FACTS)
 
 
 class SalientReply(Reply):
@@ -230,6 +248,21 @@ class ConsolidateReply(Reply):
     text: str = Field(max_length=FACT_CHARS)
 
 
+class CandidateDecision(Reply):
+    """How one new fact changes the stored ones. Facts without a decision are new."""
+
+    candidate: LineNumber
+    action: Literal["merge", "conflict"]
+    targets: list[LineNumber] = Field(max_length=10)
+    text: str = Field(max_length=FACT_CHARS)
+
+
+class ConsolidateAllReply(Reply):
+    """Reply to `consolidate_all`: `consolidate` for all facts of one distillation."""
+
+    decisions: list[CandidateDecision] = Field(max_length=CANDIDATES)
+
+
 class SummaryReply(Reply):
     """Reply to `summarise`: S_sum of NEMORI, appendix A.1."""
 
@@ -271,6 +304,12 @@ class NotesReply(Reply):
     """Reply to `notes`, the first stage of HiMem's section 2.2.2."""
 
     notes: list[NoteDraft] = Field(max_length=STATED_NOTES)
+
+
+class NotesAllReply(Reply):
+    """Reply to `notes_all`: the three stages of HiMem's section 2.2.2 at once."""
+
+    notes: list[NoteDraft] = Field(max_length=STATED_NOTES + IMPLIED_NOTES)
 
 
 class TraitDraft(Reply):

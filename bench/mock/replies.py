@@ -227,8 +227,8 @@ class _Writer:
             return ""
         if path == ".cue":
             words = self.echo.words(FACT_WORDS)
-        elif path.startswith((".facts", ".notes", ".changes")):
-            i, _ = _ordinal(path)
+        elif listed := [name for name in (".facts", ".notes", ".changes") if name in path]:
+            i, _ = _ordinal(path.partition(listed[0])[2])
             _, text = self.echo.turns[(self.echo.pick("fact", 97) + i) % len(self.echo.turns)]
             words = " ".join(text.split()[:FACT_WORDS])
         elif path.startswith(".episodes"):
@@ -240,7 +240,7 @@ class _Writer:
 
     def _integer(self, schema: Mapping[str, Any], path: str) -> int:
         shown = self.echo.turns
-        if path.endswith(_FACT_NUMBERS) or path.startswith(".targets"):
+        if path.endswith(_FACT_NUMBERS) or ".targets" in path:
             shown = self.echo.facts
         elif path.endswith(_NOTE_NUMBERS):
             shown = self.echo.notes

@@ -35,7 +35,7 @@ from undertow.engine.estimate.assumptions import EXPECTED, Assumptions
 from undertow.engine.estimate.estimate import FIGURES, TOTAL, Ranges, estimate
 from undertow.engine.estimate.guessed_replies import MESSAGES_PER_TURN, shown_in
 from undertow.engine.estimate.stand_ins import TenantLog
-from undertow.prompts.builders import QUERY_OPERATIONS, REPLIES, system_message
+from undertow.prompts.builders import QUERY_OPERATIONS, REPLIES, operation_of, system_message
 
 RATES = (0.0, 0.5, 1.0)
 SAMPLES = ("conv-30", "conv-26")
@@ -48,7 +48,7 @@ SHOWN = {
 # the settings of a run that its summary reports and an estimate depends on
 MADE_WITH = (
     *("policy", "ablation", "theta_sim", "theta_merge", "theta_count", "encoder", "embed_timestamp"),
-    *("context_tokens", "reply_tokens", "window_messages", "management"),
+    *("context_tokens", "reply_tokens", "window_messages", "management", "calls"),
 )
 
 Spent = Mapping[str, Usage]
@@ -69,7 +69,7 @@ class Counted(MockReplies):
     def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
         content = MockReplies.reply(self, messages, schema)
         asked = self.tokens.template_tokens + sum(self.tokens.of_text(m["content"]) for m in messages)
-        operation = next(op for op in REPLIES if system_message(op) == messages[0]["content"])
+        operation = operation_of(next(of for of in REPLIES if system_message(of) == messages[0]["content"]))
         used = Usage(1, asked, 0, self.tokens.of_text(content))
         self.spent[operation] = self.spent.get(operation, Usage()) + used
         heading = SHOWN.get(operation, "")
@@ -187,7 +187,8 @@ def check_real(file: Path, samples: Mapping[str, Sample], args: argparse.Namespa
     """Each run in the file against its estimate, by conversation. ValueError: the file reports no run."""
     rows = []
     for made_with, by_conversation in real_runs(orjson.loads(file.read_bytes())):
-        settings = Settings(device="cpu", llm_url=None, **made_with)
+        # a run that does not say is older than any other form of calls
+        settings = Settings(device="cpu", llm_url=None, **{"calls": "paper", **made_with})
         encoder = KeptVectors(make_encoder(settings), args.vectors)
         tokens = token_count(settings, args.tokenizer)
         each = {

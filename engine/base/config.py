@@ -24,6 +24,8 @@ ABLATIONS: Mapping[str, tuple[PolicyName, ...]] = {
 }
 # How NEMORI manages facts (section 3.3.3 and appendix A).
 ManagementName = Literal["native", "append", "summary"]
+# Whether one LLM call asks for what the papers ask for in several.
+CallForm = Literal["fused", "paper"]
 
 ANSWER_TOKENS = 800
 
@@ -59,6 +61,12 @@ class Settings(BaseSettings):
     theta_merge: float | None = Field(default=None, ge=-1.0, le=1.0)
     theta_count: int | None = Field(default=None, ge=1, le=1000)
 
+    # "fused": RecMem gets an episode or a merge and its facts in one reply; NEMORI compares all facts of a
+    # distillation in one call, and shows episodes that may be continued by their cues; HiMem gets aligned
+    # notes in one reply. "paper": the papers' calls. None: "paper" under the profile of that name, else
+    # "fused".
+    calls: CallForm | None = None
+
     # RecMem: of each so many turns in a row the LLM reads those that say most for their length, once
     # (engine/policies/salience.py); 0: none. A tenant's quota of tokens a day for it. Turns that say less
     # than this share of those before them neither fire nor count. The profile "paper" has none of the three.
@@ -70,6 +78,9 @@ class Settings(BaseSettings):
     window_messages: int = Field(default=20, ge=1, le=200)
     theta_evoke: float = Field(default=0.70, ge=-1.0, le=1.0)
     management: ManagementName = "native"
+    # With fused calls: a fact is compared with stored facts of at least this cosine, and is new without a
+    # call if there is none. It belongs to the embedding model.
+    theta_compare: float = Field(default=0.65, ge=-1.0, le=1.0)
 
     # HiMem, tables 3 and 4: knowledge alignment of its notes and (an ablation) of its episodes, and memory
     # self-evolution: whether a question that only the episodes covered revises the notes.
@@ -236,6 +247,10 @@ class Settings(BaseSettings):
     def style_of_answers(self) -> AnswerStyle:
         usual: AnswerStyle = "paper" if self.profile == "paper" else "notes"
         return self.answer_style or usual
+
+    @property
+    def call_form(self) -> CallForm:
+        return self.calls or ("paper" if self.profile == "paper" else "fused")
 
     @property
     def similarity_threshold(self) -> float:

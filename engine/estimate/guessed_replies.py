@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from undertow.engine.estimate.assumptions import SENTENCE_CHARS, Assumptions, Evenly, stand_in
-from undertow.prompts.builders import Prompt
-from undertow.prompts.reply_schemas import CANDIDATES, IMPLIED_NOTES, STATED_NOTES, Reply
+from undertow.prompts.builders import FUSED, REPLIES, Prompt
+from undertow.prompts.reply_schemas import CANDIDATES, IMPLIED_NOTES, REFINED_FACTS, STATED_NOTES, Reply
 
 # 10 to 20 words; a few words; one to three sentences
 CUE_CHARS, TOPIC_CHARS, EPISODE_SUMMARY_CHARS = 90, 40, 200
@@ -17,7 +17,7 @@ CUE_CHARS, TOPIC_CHARS, EPISODE_SUMMARY_CHARS = 90, 40, 200
 LONGEST_CHARS = 2_700
 MESSAGES_PER_TURN = 2
 MOST_EPISODES = 12  # of one `segment`
-MOST_REFINED, MOST_SALIENT = 9, 16  # facts of one `refine`, and of one `salient`
+MOST_SALIENT = 16  # facts of one `salient`
 MOST_NUMBERS = 100  # turns that an episode names
 
 Texts = Sequence[str]
@@ -38,7 +38,7 @@ class GuessedReplies:
 
     def to(self, prompt: Prompt) -> Reply:
         """The reply to a prompt. ValueError: a prompt that makes no memories of turns."""
-        reply = getattr(self, f"_{prompt.operation}", None)
+        reply = getattr(self, f"_{_name_of(prompt)}", None)
         if reply is None or prompt.reply is None:
             raise ValueError(f"no reply to {prompt.operation} is guessed")
         return prompt.reply.model_validate(reply(shown_in(prompt.user)))
@@ -52,6 +52,16 @@ class GuessedReplies:
         chars = self._assumed.episode_chars
         return {"episodes": [{"text": self._write(texts, chars), "turns": [*own]} for texts, own in parts]}
 
+    def _episode_facts(self, shown: Shown) -> Fields:
+        """As many facts for each episode as one `refine` would find."""
+        told = self._episode(shown)["episodes"]
+        return {"episodes": [{**episode, **self._refine(shown)} for episode in told]}
+
+    def _merge_facts(self, shown: Shown) -> Fields:
+        told = self._merge(shown)
+        facts = self._refine({"Turns": shown["New turn"], **shown}) if told["same_story"] else {"facts": []}
+        return {**told, **facts}
+
     def _merge(self, shown: Shown) -> Fields:
         (old,), (turn,) = shown["Stored episode"], shown["New turn"]
         if not self._take("merge_share"):
@@ -60,7 +70,7 @@ class GuessedReplies:
         return {"same_story": True, "narrative": self._write([old, turn], chars)}
 
     def _refine(self, shown: Shown) -> Fields:
-        return self._facts_of(shown["Turns"], min(self._take("facts"), MOST_REFINED))
+        return self._facts_of(shown["Turns"], min(self._take("facts"), REFINED_FACTS))
 
     def _salient(self, shown: Shown) -> Fields:
         turns = shown["Turns"]
@@ -118,6 +128,9 @@ class GuessedReplies:
     def _consolidate(self, shown: Shown) -> Fields:
         return {"action": "new", "targets": [], "text": ""}
 
+    def _consolidate_all(self, shown: Shown) -> Fields:
+        return {"decisions": []}
+
     def _summarise(self, shown: Shown) -> Fields:
         known = [*shown.get("Summary", ()), *shown["New facts"]]
         return {"summary": self._write(known, _joined_chars(known))}
@@ -135,6 +148,9 @@ class GuessedReplies:
         texts = self._facts(turns, min(self._take("notes_per_turn", len(turns)), STATED_NOTES))
         numbered = enumerate(texts)
         return {"notes": [{"text": t, "kind": "fact", "turns": [1 + n % len(turns)]} for n, t in numbered]}
+
+    def _notes_all(self, shown: Shown) -> Fields:
+        return {"notes": [*self._notes(shown)["notes"], *self._traits(shown)["notes"]]}
 
     def _traits(self, shown: Shown) -> Fields:
         """Each trait rests on two turns, as more than one message should support it."""
@@ -178,6 +194,11 @@ class GuessedReplies:
         runs = max(1, min(count, self._take("topics", count * messages_each)))
         starts = [1 + n * count // runs for n in range(runs)]
         return [range(start, end) for start, end in zip(starts, [*starts[1:], count + 1], strict=True)]
+
+
+def _name_of(prompt: Prompt) -> str:
+    """The prompt's name, by its reply: that of a fused one is not its operation's."""
+    return next((name for name in FUSED if prompt.reply is REPLIES[name]), prompt.operation)
 
 
 def shown_in(user: str) -> Shown:

@@ -36,16 +36,30 @@ from undertow.prompts.builders import (
     ShownMemory,
     ShownTurn,
     direct_prompt,
+    episode_facts_prompt,
     episode_prompt,
+    merge_facts_prompt,
     merge_prompt,
     refine_prompt,
     salient_prompt,
 )
-from undertow.prompts.reply_schemas import EpisodesReply, FactDraft, FactsReply, MergeReply, SalientReply
+from undertow.prompts.reply_schemas import (
+    EpisodeDraft,
+    EpisodeFactsReply,
+    EpisodesReply,
+    FactDraft,
+    FactsReply,
+    MergeFactsReply,
+    MergeReply,
+    SalientReply,
+)
 
-KNOWN_FACTS = 10
+# stored facts that are shown: with a cluster, and with one turn
+KNOWN_FACTS, KNOWN_FACTS_OF_TURN = 10, 5
 
 FactsPrompt = Callable[[Sequence[ShownTurn], Sequence[ShownMemory]], Prompt]
+# a fact, and the id of its episode
+Told = tuple[str | None, FactDraft]
 
 
 class RecMem(Policy):
@@ -54,25 +68,32 @@ class RecMem(Policy):
     name = "recmem"
 
     def __init__(
-        self, budget: PromptBudget, ablation: Ablation | None = None, salience: Salience | None = None
+        self,
+        budget: PromptBudget,
+        ablation: Ablation | None = None,
+        salience: Salience | None = None,
+        *,
+        is_fused: bool = False,
     ) -> None:
         """`ablation` (section 4.3): "direct-extraction" stores no episodes, "without-facts" no facts.
 
         `salience`: what is read besides recurring topics, and what does not count; None: the paper's gate.
+        `is_fused`: an episode or a merge and its facts come in one reply; else in two, as in the paper.
         """
         self._budget = budget
         self._ablation = ablation
         self._salience = salience
+        self._is_fused = is_fused
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         """Decide by recurrence, then read what else says much."""
         reading = yield ReadGate(seq)
-        work = _Consolidation(seq, memory, self._budget, self._ablation)
+        work = self._job(seq, memory)
         outcome = yield from self._by_recurrence(seq, reading, work)
         if self._salience is None:
             return outcome
         if outcome.decision is Decision.PARKED:  # its drafts are of no use
-            work = _Consolidation(seq, memory, self._budget, self._ablation)
+            work = self._job(seq, memory)
         salient = self._salience.to_read(seq, memory, outcome.settled)
         return (yield from self._read(work, salient, outcome))
 
@@ -123,7 +144,7 @@ class RecMem(Policy):
         waits = PolicyResult(Decision.WAITS)
         if self._salience is None:
             return (yield from nothing_to_decide())
-        work = _Consolidation(seq, memory, self._budget, self._ablation)
+        work = self._job(seq, memory)
         return (yield from self._read(work, self._salience.left_over(seq, memory), waits))
 
     def _read(self, work: _Consolidation, turns: Sequence[int], outcome: PolicyResult) -> Decide:
@@ -144,7 +165,7 @@ class RecMem(Policy):
 
     def rerun(self, seq: int, job: LlmJob, turns: tuple[int, ...], memory: MemoryView) -> Decide:
         """Run a parked merge or consolidation again."""
-        work = _Consolidation(seq, memory, self._budget, self._ablation)
+        work = self._job(seq, memory)
         try:
             if job.operation == "merge":
                 return (yield from self._merge_again(turns[0], work))
@@ -167,7 +188,7 @@ class RecMem(Policy):
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
         """Remake what was derived from a deleted turn from its other turns; delete it if none is left."""
-        work = _Consolidation(seq, memory, self._budget, self._ablation)
+        work = self._job(seq, memory)
         shaken = [e for e in memory.current("episode") if turn_seq in e.reach]
         loose = [f for f in memory.current("fact") if turn_seq in f.reach]
         reached = {e.id for e in (*shaken, *memory.ended("episode")) if turn_seq in e.reach}
@@ -198,45 +219,107 @@ class RecMem(Policy):
             )
         return PolicyResult(Decision.FIRED, drafts=tuple(work.drafts))
 
+    def _job(self, seq: int, memory: MemoryView) -> _Consolidation:
+        is_fused = self._is_fused and self._ablation is None
+        return _Consolidation(seq, memory, self._budget, self._ablation, is_fused=is_fused)
+
 
 class _Consolidation(Work):
     """The steps of one job."""
 
-    def __init__(self, seq: int, view: MemoryView, budget: PromptBudget, ablation: Ablation | None) -> None:
+    def __init__(
+        self,
+        seq: int,
+        view: MemoryView,
+        budget: PromptBudget,
+        ablation: Ablation | None,
+        *,
+        is_fused: bool,
+    ) -> None:
         super().__init__(seq, view, budget)
         self._ablation = ablation
+        self._is_fused = is_fused
 
     def merge(self, turn_seq: int, episode: Memory) -> Generator[Effect, Any, bool]:
-        """Equation 6: E* <- LLM_merge(E*, u_i). False if the LLM finds two different stories."""
+        """Equation 6: E* <- LLM_merge(E*, u_i), then refinement. False: the LLM finds two stories."""
+        if self._is_fused:
+            return (yield from self._merge_with_facts(turn_seq, episode))
         prompt = self.checked(merge_prompt(as_shown(1, episode), self.turns((turn_seq,))[0]))
         reply: MergeReply = yield Complete(prompt)
-        if not reply.same_story:
-            return False
+        if reply.same_story:
+            yield from self._merged(episode, turn_seq, reply.narrative, prompt.version)
+            yield from self._refine(self.drafts[-1], (turn_seq,))
+        return reply.same_story
+
+    def _merge_with_facts(self, turn_seq: int, episode: Memory) -> Generator[Effect, Any, bool]:
+        """The merge and the turn's facts in one reply; the stored facts shown are those near the episode."""
+        (turn,), shown = self.turns((turn_seq,)), as_shown(1, episode)
+        (vector,) = yield Embed((episode.text,))
+        near = yield from self.known_facts(vector, KNOWN_FACTS_OF_TURN)
+        known = self.fitting(near, lambda facts: merge_facts_prompt(shown, _listed(facts), turn))
+        prompt = self.checked(merge_facts_prompt(shown, _listed(known), turn))
+        reply: MergeFactsReply = yield Complete(prompt)
+        if reply.same_story:
+            yield from self._merged(episode, turn_seq, reply.narrative, prompt.version)
+            told = [(episode.id, fact) for fact in reply.facts]
+            yield from self._keep(told, known, (turn_seq,), prompt.version)
+        return reply.same_story
+
+    def _merged(self, episode: Memory, turn_seq: int, narrative: str, version: str) -> Steps:
         sources = tuple(sorted({*episode.source_seqs, turn_seq}))
-        yield from self._rewrite(episode, reply.narrative, sources, prompt.version)
-        yield from self._refine(self.drafts[-1], (turn_seq,))
-        return True
+        yield from self._rewrite(episode, narrative, sources, version)
 
     def consolidate(self, cluster: Sequence[int]) -> Steps:
         """Equation 7, then semantic refinement (8, 9) of each new episode, in reply order."""
+        shown = self.by_time(cluster)
         if self._ablation == "direct-extraction":
             yield from self.extract(cluster)
-            return
-        shown = self.by_time(cluster)
+        elif self._is_fused:
+            yield from self._tell_with_facts(shown)
+        else:
+            yield from self._tell_and_refine(shown)
+
+    def _tell_with_facts(self, turns: Sequence[int]) -> Steps:
+        """Episodes, each with its facts, in one reply."""
+        vector = yield from self._mean(turns)
+
+        def prompt_of(seqs: Sequence[int], known: Sequence[Memory]) -> Prompt:
+            return episode_facts_prompt(self.turns(seqs), _listed(known))
+
+        near = yield from self.known_facts(vector, KNOWN_FACTS)
+        for part in self.parts(turns, lambda seqs: prompt_of(seqs, near)):
+            known = yield from self.known_facts(vector, KNOWN_FACTS)
+            prompt = self.checked(prompt_of(part, known))
+            reply: EpisodeFactsReply = yield Complete(prompt)
+            made = yield from self._episodes(reply.episodes, part, prompt.version)
+            each = zip(made, reply.episodes, strict=True)
+            told = [(draft.memory.id, fact) for draft, episode in each for fact in episode.facts]
+            yield from self._keep(told, known, part, prompt.version)
+
+    def _tell_and_refine(self, shown: Sequence[int]) -> Steps:
+        """Episodes, and then the facts of each, in replies of their own."""
         made: list[tuple[Draft, tuple[int, ...]]] = []
         for part in self.parts(shown, lambda seqs: episode_prompt(self.turns(seqs))):
             prompt = episode_prompt(self.turns(part))
             reply: EpisodesReply = yield Complete(prompt)
-            if not reply.episodes:
-                continue
-            vectors = yield Embed(tuple(e.text for e in reply.episodes))
-            for written, vector in zip(reply.episodes, vectors, strict=True):
-                sources = tuple(sorted(named(written.turns, part, otherwise=part)))
-                beside = only_shown(part, sources)
-                draft = self.new("episode", written.text, vector, sources, prompt.version, shown_seqs=beside)
-                made.append((draft, tuple(part)))
+            drafts = yield from self._episodes(reply.episodes, part, prompt.version)
+            made += [(draft, tuple(part)) for draft in drafts]
         for draft, part_seqs in made:
             yield from self._refine(draft, part_seqs)
+
+    def _episodes(
+        self, written: Sequence[EpisodeDraft], part: Sequence[int], version: str
+    ) -> Generator[Effect, Any, list[Draft]]:
+        """New episodes of a reply to the turns of `part`."""
+        if not written:
+            return []
+        vectors = yield Embed(tuple(episode.text for episode in written))
+        made = []
+        for episode, vector in zip(written, vectors, strict=True):
+            sources = tuple(sorted(named(episode.turns, part, otherwise=part)))
+            beside = only_shown(part, sources)
+            made.append(self.new("episode", episode.text, vector, sources, version, shown_seqs=beside))
+        return made
 
     def remake(self, episode: Memory, deleted: int, turns: tuple[int, ...]) -> Steps:
         """Rewrite an episode without a deleted turn, and extract its facts again from `turns`.
@@ -267,10 +350,15 @@ class _Consolidation(Work):
         Without an episode, the stored facts shown are those nearest to the text of all turns.
         """
         shown = self.by_time(turns)
-        (vector,) = yield Embed(("\n".join(turn.text for turn in self.turns(shown)),))
+        vector = yield from self._mean(shown)
         yield from self._extract_facts(
             shown, vector, lambda seqs, known: prompt_of(self.turns(seqs), known), episode_id=None
         )
+
+    def _mean(self, turns: Sequence[int]) -> Generator[Effect, Any, Vector]:
+        """The vector of the text of all turns."""
+        vectors: Sequence[Vector] = yield Embed(("\n".join(turn.text for turn in self.turns(turns)),))
+        return vectors[0]
 
     def _refine(self, episode: Draft, turns: Sequence[int]) -> Steps:
         """Equations 8 and 9: details that the episode left out become facts."""
@@ -297,31 +385,37 @@ class _Consolidation(Work):
         known = yield from self.known_facts(vector, KNOWN_FACTS)
 
         def part_prompt(seqs: Sequence[int]) -> Prompt:
-            return prompt_of(seqs, [as_shown(n, f) for n, f in enumerate(known, 1)])
+            return prompt_of(seqs, _listed(known))
 
         for part in self.parts(turns, part_prompt):
             known = yield from self.known_facts(vector, KNOWN_FACTS)
             prompt = self.checked(part_prompt(part))
             reply: FactsReply | SalientReply = yield Complete(prompt)
-            fresh = _unsaid(reply, known)
-            if not fresh:
-                continue
-            vectors = yield Embed(tuple(f.text for f in fresh))
-            for written, its_vector in zip(fresh, vectors, strict=True):
-                number = written.replaces
-                older = known[number - 1].id if number is not None and 1 <= number <= len(known) else None
-                sources = tuple(sorted(named(written.turns, part, otherwise=part)))
-                self.new(
-                    "fact",
-                    written.text,
-                    its_vector,
-                    sources,
-                    prompt.version,
-                    shown_seqs=only_shown(part, sources),
-                    episode_id=episode_id,
-                    fact_kind=written.kind,
-                    supersedes=(older,) if older else (),
-                )
+            yield from self._keep([(episode_id, f) for f in reply.facts], known, part, prompt.version)
+
+    def _keep(
+        self, told: Sequence[Told], known: Sequence[Memory], part: Sequence[int], version: str
+    ) -> Steps:
+        """Store facts of the turns of `part`, told beside the `known` ones."""
+        fresh = _unsaid(told, known)
+        if not fresh:
+            return
+        vectors = yield Embed(tuple(fact.text for _, fact in fresh))
+        for (episode_id, written), vector in zip(fresh, vectors, strict=True):
+            number = written.replaces
+            older = known[number - 1].id if number is not None and 1 <= number <= len(known) else None
+            sources = tuple(sorted(named(written.turns, part, otherwise=part)))
+            self.new(
+                "fact",
+                written.text,
+                vector,
+                sources,
+                version,
+                shown_seqs=only_shown(part, sources),
+                episode_id=episode_id,
+                fact_kind=written.kind,
+                supersedes=(older,) if older else (),
+            )
 
     def _rewrite(self, episode: Memory, text: str, sources: tuple[int, ...], version: str) -> Steps:
         (vector,) = yield Embed((text,))
@@ -333,8 +427,12 @@ def _read_for(memory: Memory) -> frozenset[int]:
     return memory.reach if memory.kind == "fact" else frozenset(memory.source_seqs)
 
 
-def _unsaid(reply: FactsReply | SalientReply, known: Sequence[Memory]) -> list[FactDraft]:
+def _unsaid(told: Sequence[Told], known: Sequence[Memory]) -> list[Told]:
     """The facts of a reply without verbatim repeats of a shown or an earlier fact."""
-    first = {f.text: f for f in reversed(reply.facts)}
-    said = {f.text for f in known}
-    return [f for f in reply.facts if first[f.text] is f and f.text not in said]
+    first = {fact.text: (episode_id, fact) for episode_id, fact in reversed(told)}
+    said = {memory.text for memory in known}
+    return [(of, fact) for of, fact in told if first[fact.text][1] is fact and fact.text not in said]
+
+
+def _listed(memories: Sequence[Memory]) -> list[ShownMemory]:
+    return [as_shown(n, memory) for n, memory in enumerate(memories, 1)]

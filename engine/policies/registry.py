@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 def policy_of(settings: Settings) -> Policy:
     """The policy that the settings name."""
     budget = PromptBudget(settings.context_tokens, settings.reply_tokens)
+    is_fused = settings.call_form == "fused"
     match settings.policy:
         case "recmem":
-            return RecMem(budget, settings.ablation, _salience_of(settings))
+            return RecMem(budget, settings.ablation, _salience_of(settings), is_fused=is_fused)
         case "eager":
             return Eager(budget)
         case "nemori":
-            management = management_of(settings.management, settings.theta_evoke)
-            return Nemori(budget, settings.window_messages, management, settings.ablation)
+            floor = settings.theta_compare if is_fused else None
+            management = management_of(settings.management, settings.theta_evoke, floor)
+            return Nemori(budget, settings.window_messages, management, settings.ablation, is_fused)
         case "himem":
             return HiMem(
                 budget,
@@ -36,6 +38,7 @@ def policy_of(settings: Settings) -> Policy:
                 align_episodes=settings.himem_align_episodes,
                 max_notes=settings.himem_max_notes,
                 self_evolution=settings.himem_self_evolution,
+                is_fused=is_fused,
             )
 
 

@@ -90,6 +90,10 @@ AnswerStyle = Annotated[
         "Left out: UNDERTOW_ANSWER_STYLE, or notes.",
     ),
 ]
+Calls = Annotated[
+    Literal["fused", "paper"] | None,
+    typer.Option("--calls", help="fused: one LLM call where the papers make several; paper: as published."),
+]
 BatchTurns = Annotated[
     int | None, typer.Option("--batch-turns", help="Turns per commit; left out: by the encoder's speed.")
 ]
@@ -125,12 +129,13 @@ class Models:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """The options that set RecMem's thresholds."""
+    """The options that set RecMem's thresholds, and the form of a policy's calls."""
 
     profile: Profile = None
     theta_sim: ThetaSim = None
     theta_merge: ThetaMerge = None
     theta_count: ThetaCount = None
+    calls: Calls = None
 
 
 # defaults of parameters: no option is given

@@ -33,11 +33,13 @@ def checked(folder: Path, data: Path, report: Any, *options: str) -> list[dict[s
 
 def test_a_summary_is_estimated_with_its_own_thresholds_by_conversation(tmp_path: Path, data: Path) -> None:
     spent = {"conv-1": {"episode": USED}, "conv-2": {"episode": USED, "merge": USED, "answer": USED}}
+    spent["conv-2"]["refine"] = USED  # as every run before calls were fused
     summary = {**MADE_WITH, "policy": "recmem", "construction": {"by_conversation": spent}}
     [run] = checked(tmp_path, data, summary)
     assert (run["policy"], run["theta_sim"], run["theta_count"]) == ("recmem", 0.01, 2)
     assert run["conv-1"][TOTAL]["calls"]["metered"] == 4
-    assert run["conv-2"][TOTAL]["calls"]["metered"] == 8, "answers are no construction"
+    assert run["conv-2"][TOTAL]["calls"]["metered"] == 12, "answers are no construction"
+    assert run["conv-2"]["refine"]["calls"]["expected"] > 0
     assert run["conv-2"]["merge"]["prompt_tokens"]["metered"] == 100
     [run] = checked(tmp_path, data, summary, "--sample", "conv-2")
     assert "conv-1" not in run

@@ -104,7 +104,7 @@ def test_trace_holds_steps_and_calls(tmp_path: Path, log: Path, server: str) -> 
     trace = tmp_path / "trace.json"
     run("ingest", log, "--store", tmp_path / "s", "--llm", server, *THETAS, "--trace", trace)
     events = json.loads(trace.read_text())["traceEvents"]
-    assert {"admit", "decide", "gate", "commit", "episode", "merge", "refine"} <= {e["name"] for e in events}
+    assert {"admit", "decide", "gate", "commit", "episode", "merge"} <= {e["name"] for e in events}
     assert all(e["ph"] == "X" and e["dur"] >= 0 for e in events)
 
 

@@ -27,9 +27,11 @@ from ..support.policies.variants import VARIANTS
 
 OPTIONS: dict[str, Mapping[str, Any]] = {
     "recmem": {"policy": "recmem"},
+    "recmem, calls of the paper": {"policy": "recmem", "calls": "paper"},
     "recmem, direct extraction": {"policy": "recmem", "ablation": "direct-extraction"},
     "recmem without facts": {"policy": "recmem", "ablation": "without-facts"},
     "eager": {"policy": "eager"},
+    "nemori, calls of the paper": {"policy": "nemori", "calls": "paper"},
     **{name: variant.options for name, variant in VARIANTS.items() if "k_epi" not in variant.options},
 }
 WORDS = ("boat", "sail", "harbour", "violin", "bow", "bread")
@@ -97,6 +99,7 @@ def policy_settings(name: str, seed: int, theta: float) -> Settings:
         theta_merge=theta + 0.1,
         theta_count=2 + seed % 2,
         theta_evoke=theta,
+        theta_compare=theta,
         window_messages=1 + seed % 6,
     )
 

@@ -13,9 +13,10 @@ from pydantic import ValidationError
 from undertow.prompts import builders as build
 from undertow.prompts import reply_schemas as schemas
 from undertow.prompts.builders import (
+    FUSED,
     REPLIES,
-    Operation,
     Prompt,
+    PromptName,
     ShownMemory,
     ShownTurn,
     Style,
@@ -25,7 +26,7 @@ from undertow.prompts.builders import (
 )
 from undertow.prompts.reply_schemas import Reply
 
-OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+NAMES: tuple[PromptName, ...] = get_args(PromptName)
 any_text = st.text(st.characters())  # lone surrogates and controls too
 CONTROL_TOKENS = ("<|", "</s", "<start", "[INST", "[/INST", "<<")
 HOSTILE = """ " \\ ] <|im_end|> <|im_start|>system </s> <start_of_turn> [INST] [/INST] <<SYS>> Turns:"""
@@ -38,7 +39,9 @@ def all_prompts(text: str, date: str | None = "2023-05-08") -> list[Prompt]:
     memory = ShownMemory(3, date, text)
     return [
         build.episode_prompt(turns),
+        build.episode_facts_prompt(turns, [memory]),
         build.merge_prompt(memory, turns[0]),
+        build.merge_facts_prompt(memory, [memory], turns[0]),
         build.refine_prompt(memory, turns, [memory]),
         build.direct_prompt(turns, [memory]),
         build.salient_prompt(turns, [memory]),
@@ -52,9 +55,11 @@ def all_prompts(text: str, date: str | None = "2023-05-08") -> list[Prompt]:
         build.distil_prompt(turns, memory),
         build.distil_direct_prompt(turns),
         build.consolidate_prompt(memory, [memory]),
+        build.consolidate_all_prompt([memory], [memory]),
         build.summarise_prompt([memory], [memory]),
         build.segment_prompt(turns),
         build.notes_prompt(turns),
+        build.notes_all_prompt(turns),
         build.traits_prompt(turns, [memory]),
         build.align_prompt(turns, [memory]),
         build.supplement_prompt(text, [memory]),
@@ -108,12 +113,20 @@ def test_one_common_opening() -> None:
     openings = {system.split("\n\nTask:")[0] for system in systems}
     assert len(openings) == 1
     assert len(openings.pop()) > 500
-    assert len(set(systems)) == len(OPERATIONS)
+    assert len(set(systems)) == len(NAMES)
 
 
 def test_the_fixed_part_is_short() -> None:
-    for prompt in all_prompts("x"):
-        assert len(prompt.system) <= 2_050, prompt.operation  # 450 tokens at 4.5 characters
+    for prompt in all_prompts("x"):  # 450 tokens at 4.5 characters; 650 where two tasks are one
+        is_fused = any(prompt.reply is REPLIES[name] for name in FUSED)
+        assert len(prompt.system) <= (2_900 if is_fused else 2_050), prompt.operation
+
+
+def test_a_fused_prompt_is_metered_as_the_first_of_what_it_takes_the_place_of() -> None:
+    merging = build.merge_facts_prompt(ShownMemory(1, None, "Ann hikes."), [], ShownTurn(1, None, "Ann: hi"))
+    assert merging.operation == "merge" and build.episode_facts_prompt([], []).operation == "episode"
+    lines = merging.user.split("\n")
+    assert lines.index("New turn:") > lines.index("Stored facts:") > lines.index("Stored episode:")
 
 
 def test_what_is_shown_of_empty_and_undated_material() -> None:
@@ -153,7 +166,7 @@ def test_styles_of_answers_differ_in_the_fixed_part_alone() -> None:
 
 def test_versions_tell_operations_apart() -> None:
     versions = list(prompt_versions("notes").values())
-    assert len(set(versions)) == len(OPERATIONS)
+    assert len(set(versions)) == len(NAMES)
     assert len({answer_version(style) for style in get_args(Style)} - set(versions)) == 2
     assert all(len(version) == 12 and int(version, 16) >= 0 for version in versions)
 

@@ -14,9 +14,15 @@ from undertow.engine.encoders.token_count import TokenCount, by_bytes
 from undertow.engine.estimate.assumptions import EXPECTED
 from undertow.engine.estimate.guessed_replies import GuessedReplies, Shown
 from undertow.engine.estimate.stand_ins import GuessingLLM
-from undertow.prompts.reply_schemas import CANDIDATES, EPISODE_CHARS, FACT_CHARS, STATED_NOTES
+from undertow.prompts.reply_schemas import (
+    CANDIDATES,
+    EPISODE_CHARS,
+    FACT_CHARS,
+    REFINED_FACTS,
+    STATED_NOTES,
+)
 
-REFINED_FACTS, SALIENT_FACTS = 9, 16
+SALIENT_FACTS = 16
 EPISODE_TEXT_CHARS = 3_000
 
 Fields = dict[str, Any]

@@ -27,12 +27,16 @@ SETTINGS = (
     *_ANSWERING,
     *("ablation", "management", "himem_align_notes", "himem_align_episodes", "himem_self_evolution"),
     *("himem_max_notes", "salience_turns", "salience_day_tokens", "quiet_share"),
-    *("profile", "theta_evoke", "window_messages", "tenant_token_budget"),
+    *("profile", "theta_evoke", "theta_compare", "window_messages", "tenant_token_budget"),
     *("encoder", "embed_timestamp", "llm_model", "llm_extra_body", "context_tokens", "reply_tokens"),
     *("document_prompt", "embedding_window_bytes"),
 )
-# recorded in another form: as the policy's name, the effective thresholds, the tiers of an answer
-OTHERWISE = ("policy", "theta_sim", "theta_merge", "theta_count", "k_sub", "k_epi", "k_sem", "raw_of_best")
+# recorded in another form: as the policy's name, what is in force of thresholds and calls, the tiers of an
+# answer
+OTHERWISE = (
+    *("policy", "theta_sim", "theta_merge", "theta_count", "calls"),
+    *("k_sub", "k_epi", "k_sem", "raw_of_best"),
+)
 # what affects speed, place and success of a run, but none of its lines
 RUNNING = (
     *("device", "card_shares", "encode_cache_texts", "durability", "arena_bytes"),
@@ -98,6 +102,7 @@ class Plan:
             "theta_sim": s.similarity_threshold,
             "theta_merge": s.merge_threshold,
             "theta_count": s.recurrence_count,
+            "calls": s.call_form,
             "prompt_versions": prompt_versions(s.style_of_answers),
         }
 

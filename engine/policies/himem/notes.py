@@ -8,22 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from undertow.engine.base.model import Memory
 from undertow.engine.policies.base import Complete, Draft, Effect, Embed, Vector, cosine, deletion
 from undertow.engine.policies.work import Steps, Work, named, only_shown
-from undertow.prompts.builders import Prompt, ShownMemory, align_prompt, notes_prompt, traits_prompt
+from undertow.prompts.builders import (
+    Prompt,
+    ShownMemory,
+    align_prompt,
+    notes_all_prompt,
+    notes_prompt,
+    traits_prompt,
+)
 from undertow.prompts.reply_schemas import (
     AlignReply,
     NoteChange,
     NoteDraft,
+    NotesAllReply,
     NotesReply,
     TraitDraft,
     TraitsReply,
 )
 
 T = TypeVar("T")
+# the calls that write notes: 3, one a stage; 2, without alignment; 1, all stages at once
+NoteCalls = Literal[1, 2, 3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +47,14 @@ class Note:
     shown: tuple[int, ...] = ()
 
 
-def write_notes(work: Work, turns: Sequence[int], *, align: bool) -> Steps:
-    """Write the notes of these turns; `align` adds stage 3. PromptTooLong."""
-    for part in work.parts(turns, lambda seqs: notes_prompt(work.turns(seqs))):
-        notes = yield from _written(work, part, align=align)
+def write_notes(work: Work, turns: Sequence[int], calls: NoteCalls) -> Steps:
+    """Write the notes of these turns. PromptTooLong."""
+    for part in work.parts(turns, lambda seqs: _stated_prompt(work, seqs, calls)):
+        notes = yield from _written(work, part, calls)
         yield from _store(work, notes)
 
 
-def restore_notes(work: Work, turns: Sequence[int], lost: Sequence[Memory], *, align: bool) -> Steps:
+def restore_notes(work: Work, turns: Sequence[int], lost: Sequence[Memory], calls: NoteCalls) -> Steps:
     """Write those notes of these turns again that were `lost`; the others stay. PromptTooLong.
 
     Without lost notes to compare with (a parked deletion has removed their text), turns that have notes get
@@ -53,8 +63,8 @@ def restore_notes(work: Work, turns: Sequence[int], lost: Sequence[Memory], *, a
     if not lost and any(note.reach.intersection(turns) for note in work.current("fact")):
         return
     notes: list[Note] = []
-    for part in work.parts(turns, lambda seqs: notes_prompt(work.turns(seqs))):
-        notes += yield from _written(work, part, align=align)
+    for part in work.parts(turns, lambda seqs: _stated_prompt(work, seqs, calls)):
+        notes += yield from _written(work, part, calls)
     if lost and notes:
         notes = yield from _in_place_of(work, lost, notes)
     yield from _store(work, notes)
@@ -77,19 +87,25 @@ def _in_place_of(
     return list(found.values())
 
 
-def _written(work: Work, part: Sequence[int], *, align: bool) -> Generator[Effect, Any, list[Note]]:
+def _written(work: Work, part: Sequence[int], calls: NoteCalls) -> Generator[Effect, Any, list[Note]]:
     """All stages for turns that fit into one prompt."""
-    notes = yield from _stated(work, part)
-    notes += yield from _implied(work, part, notes)
-    if align and notes:
+    notes = yield from _stated(work, part, calls)
+    if calls > 1:
+        notes += yield from _implied(work, part, notes)
+    if calls == 3 and notes:
         notes = yield from aligned_notes(work, part, notes)
     return [replace(note, shown=only_shown(part, note.sources)) for note in notes]
 
 
-def _stated(work: Work, part: Sequence[int]) -> Generator[Effect, Any, list[Note]]:
-    """Stage 1: what the turns say explicitly."""
-    prompt = notes_prompt(work.turns(part))
-    reply: NotesReply = yield Complete(prompt)
+def _stated_prompt(work: Work, part: Sequence[int], calls: NoteCalls) -> Prompt:
+    turns = work.turns(part)
+    return notes_all_prompt(turns) if calls == 1 else notes_prompt(turns)
+
+
+def _stated(work: Work, part: Sequence[int], calls: NoteCalls) -> Generator[Effect, Any, list[Note]]:
+    """Stage 1: what the turns say explicitly; with one call, all stages."""
+    prompt = _stated_prompt(work, part, calls)
+    reply: NotesReply | NotesAllReply = yield Complete(prompt)
     return [_note(draft, part, prompt) for draft in reply.notes]
 
 

@@ -25,7 +25,7 @@ from undertow.engine.policies.base import (
     forgotten,
 )
 from undertow.engine.policies.himem.episodes import has_room, write_episodes
-from undertow.engine.policies.himem.notes import forget_least_used, restore_notes, write_notes
+from undertow.engine.policies.himem.notes import NoteCalls, forget_least_used, restore_notes, write_notes
 from undertow.engine.policies.himem.reconsolidation import revise_notes
 from undertow.engine.policies.work import Failed, Steps, Work, parked
 from undertow.engine.storage.row_codec import LlmJob
@@ -46,15 +46,17 @@ class HiMem(Policy):
         align_episodes: bool = False,
         max_notes: int | None = None,
         self_evolution: bool = True,
+        is_fused: bool = False,
     ) -> None:
         """`align_*`: where knowledge is aligned (section 2.2.3; table 3 tries all four).
 
         `max_notes`: the least used notes above this number are deleted (section 2.5); None: no bound.
         `self_evolution`: questions that the notes did not cover revise them (section 2.4).
+        `is_fused`: the three stages of aligned notes come in one reply.
         """
         self.learns = Learns(used=max_notes is not None, missed=self_evolution)
         self._budget = budget
-        self._align_notes = align_notes
+        self._note_calls: NoteCalls = 2 if not align_notes else 1 if is_fused else 3
         self._align_episodes = align_episodes
         self._max_notes = max_notes
 
@@ -159,12 +161,12 @@ class HiMem(Policy):
             windows.setdefault(born.get(turn_seq), []).append(turn_seq)
         for window in windows.values():
             of_window = [note for note in lost if set(window).intersection(note.source_seqs)]
-            yield from restore_notes(work, window, of_window, align=self._align_notes)
+            yield from restore_notes(work, window, of_window, self._note_calls)
 
     def _remember(self, work: Work, window: Sequence[int]) -> Steps:
         """Write the episodes of a window (section 2.2.1), then its notes (section 2.2.2)."""
         yield from write_episodes(work, window, align=self._align_episodes)
-        yield from write_notes(work, window, align=self._align_notes)
+        yield from write_notes(work, window, self._note_calls)
 
     def _done(self, work: Work, outcome: PolicyResult) -> PolicyResult:
         """The result with all drafts, after deleting the least used notes above the bound (section 2.5)."""

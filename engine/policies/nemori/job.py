@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from undertow.engine.base.config import Ablation
@@ -59,8 +60,11 @@ class WindowJob(AskingJob):
         budget: PromptBudget,
         management: Management,
         ablation: Ablation | None,
+        *,
+        by_cue: bool,
     ) -> None:
         super().__init__(seq, view, budget)
+        self._by_cue = by_cue
         self._management = management
         self._ablation = ablation
         # Corrected numbers in partitions: how many, and by kind.
@@ -152,13 +156,17 @@ class WindowJob(AskingJob):
         found = yield from self.known("episode", vector, CANDIDATE_EPISODES)
         new = ShownMemory(1, self.latest(sources), told)
         prompt, candidates = self.select_fitting(
-            [s.memory for s in found], lambda shown: select_prompt(new, shown)
+            [s.memory for s in found], lambda shown: select_prompt(new, self._candidates(shown))
         )
         if not candidates:
             return None
         reply: SelectReply = yield from self.ask(prompt)
         number = reply.continues or 0
         return candidates[number - 1] if 1 <= number <= len(candidates) else None
+
+    def _candidates(self, shown: Sequence[ShownMemory]) -> Sequence[ShownMemory]:
+        """The episodes that a new one may continue, by their cues or whole."""
+        return [replace(s, text=cue_of(s.text)) for s in shown] if self._by_cue else shown
 
     def _integrate(
         self, older: ShownMemory, told: str, sources: tuple[int, ...]
@@ -177,8 +185,7 @@ class WindowJob(AskingJob):
             return
         assert episode.vector is not None, "only episodes that exist are learned from"
         known = yield from self._management.evoke(self, episode.vector)
-        cue, _, _ = episode.memory.text.partition("\n")
-        shown = ShownMemory(1, episode.memory.timestamp, cue)
+        shown = ShownMemory(1, episode.memory.timestamp, cue_of(episode.memory.text))
         prompt, _ = self.select_fitting(known, lambda facts: predict_prompt(shown, facts))
         guess: PredictionReply = yield from self.ask(prompt)
         prediction = ShownMemory(1, episode.memory.timestamp, guess.prediction)
@@ -266,6 +273,11 @@ def _turns_of(messages: Sequence[MessageRef]) -> tuple[int, ...]:
 def _said_in(draft: StatementDraft, shown: Sequence[MessageRef]) -> tuple[int, ...]:
     """The turns of the messages that say a fact; the oldest where none is named, or one that is not there."""
     return _turns_of(named(draft.messages, shown, otherwise=[min(shown)]))
+
+
+def cue_of(text: str) -> str:
+    """The cue of an episode, its first line."""
+    return text.partition("\n")[0]
 
 
 def _text_of(reply: NarrativeReply) -> str:

@@ -14,8 +14,19 @@ from undertow.engine.base.config import ManagementName
 from undertow.engine.base.model import Memory
 from undertow.engine.policies.base import Complete, Draft, Effect, Embed, Vector, deletion
 from undertow.engine.policies.work import Steps, Work, as_shown, only_shown
-from undertow.prompts.builders import Prompt, ShownMemory, consolidate_prompt, summarise_prompt
-from undertow.prompts.reply_schemas import ConsolidateReply, SummaryReply
+from undertow.prompts.builders import (
+    Prompt,
+    ShownMemory,
+    consolidate_all_prompt,
+    consolidate_prompt,
+    summarise_prompt,
+)
+from undertow.prompts.reply_schemas import (
+    CandidateDecision,
+    ConsolidateAllReply,
+    ConsolidateReply,
+    SummaryReply,
+)
 
 # K_s and K_m of section 4.1
 EVOKED_FACTS = 10
@@ -112,6 +123,79 @@ class Native(Append):
 
 
 @dataclass(frozen=True, slots=True)
+class Compared:
+    """A new fact, its vector, and the stored facts that it is compared with."""
+
+    fact: Statement
+    vector: Vector
+    near: Sequence[Memory]
+
+
+@dataclass(frozen=True, slots=True)
+class Batched(Append):
+    """As `Native`, with one call for all facts that have a stored one near them; the others are new."""
+
+    theta_compare: float
+
+    def consolidate(self, job: AskingJob, facts: Sequence[Statement], origin: Origin) -> Steps:
+        vectors = yield Embed(tuple(fact.text for fact in facts))
+        every: list[Compared] = []
+        for fact, vector in zip(facts, vectors, strict=True):
+            found = yield from job.known("fact", vector, SIMILAR_FACTS)
+            alone = Compared(fact, vector, [s.memory for s in found if s.score >= self.theta_compare])
+            every.append(replace(alone, near=_fitting(job, alone)))
+        changes = yield from _changes(job, every)
+        changed: set[str] = set()
+        for n, one in enumerate(every):
+            change = changes.get(n)
+            targets = [m for m in change.targets if m.id not in changed] if change else []
+            changed.update(target.id for target in targets)
+            if change is None or not targets:
+                _add(job, one.fact, one.vector, origin)
+            elif change.decision.action == "merge":
+                told = replace(one.fact, text=change.decision.text or one.fact.text)
+                yield from _merge(job, targets, told, origin, change.version)
+            else:
+                _replace(job, targets, one.fact, one.vector, origin)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What was decided of a new fact: the stored facts that it changes, and the prompt's version."""
+
+    decision: CandidateDecision
+    targets: Sequence[Memory]
+    version: str
+
+
+def _changes(job: AskingJob, every: Sequence[Compared]) -> Generator[Effect, Any, dict[int, Change]]:
+    """The decisions on the facts that have a stored one near them, by place; in as few calls as fit."""
+    changes: dict[int, Change] = {}
+    asked = [n for n, one in enumerate(every) if one.near]
+    for part in job.parts(asked, lambda numbers: _comparison(job, [every[n] for n in numbers])[0]):
+        prompt, shown = _comparison(job, [every[n] for n in part])
+        reply: ConsolidateAllReply = yield from job.ask(prompt)
+        for decision in reply.decisions:
+            targets = [shown[n - 1] for n in dict.fromkeys(decision.targets) if 1 <= n <= len(shown)]
+            if 1 <= decision.candidate <= len(part):
+                changes.setdefault(part[decision.candidate - 1], Change(decision, targets, prompt.version))
+    return changes
+
+
+def _comparison(job: AskingJob, compared: Sequence[Compared]) -> tuple[Prompt, list[Memory]]:
+    """The prompt that compares new facts, and the stored facts that it shows, in order of creation."""
+    near = {fact.id: fact for one in compared for fact in one.near}
+    stored = sorted(near.values(), key=lambda fact: (fact.born_at_seq, fact.ordinal))
+    new = [ShownMemory(n, job.latest(one.fact.said), one.fact.text) for n, one in enumerate(compared, 1)]
+    return consolidate_all_prompt(new, [as_shown(n, fact) for n, fact in enumerate(stored, 1)]), stored
+
+
+def _fitting(job: AskingJob, one: Compared) -> Sequence[Memory]:
+    """The stored facts that fit into a prompt with this new fact alone."""
+    return job.fitting(one.near, lambda some: _comparison(job, [replace(one, near=some)])[0])
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """Appendix A.1: one summary, stored as a single fact that is rewritten each time."""
 
@@ -135,14 +219,14 @@ class Summary:
             job.new("fact", reply.summary, vector, sources, prompt.version, shown_seqs=beside)
 
 
-Management = Append | Native | Summary
+Management = Append | Native | Batched | Summary
 
 
-def management_of(name: ManagementName, theta_evoke: float) -> Management:
-    """The management of this name."""
+def management_of(name: ManagementName, theta_evoke: float, theta_compare: float | None = None) -> Management:
+    """The management of this name. With `theta_compare`, "native" has one call for several facts."""
     match name:
         case "native":
-            return Native(theta_evoke)
+            return Native(theta_evoke) if theta_compare is None else Batched(theta_evoke, theta_compare)
         case "append":
             return Append(theta_evoke)
         case "summary":

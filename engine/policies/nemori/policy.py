@@ -35,13 +35,15 @@ class Nemori(Policy):
     """The paper's policy. Stateless: its only input is the MemoryView and the results of effects.
 
     `window_messages` is w. `ablation` (section 4.4): "direct-extraction" is NEMORI-s, "without-facts" makes
-    no facts, "fixed-chunks" takes a window as one group.
+    no facts, "fixed-chunks" takes a window as one group. `by_cue`: what an episode may continue is shown by
+    its cue alone, in place of its narrative.
     """
 
     budget: PromptBudget
     window_messages: int
     management: Management
     ablation: Ablation | None = None
+    by_cue: bool = False
 
     name = "nemori"
     # Section 4.1: k, m and r. Turns without an episode are found by none of these.
@@ -114,7 +116,7 @@ class Nemori(Policy):
         return work.outcome(())
 
     def _job(self, seq: int, memory: MemoryView) -> WindowJob:
-        return WindowJob(seq, memory, self.budget, self.management, self.ablation)
+        return WindowJob(seq, memory, self.budget, self.management, self.ablation, by_cue=self.by_cue)
 
 
 def _others(memories: Sequence[Memory], turn_seq: int, view: MemoryView) -> tuple[int, ...]:

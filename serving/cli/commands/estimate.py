@@ -107,6 +107,7 @@ def _document(
         "window_messages": settings.window_messages,
         "management": settings.management,
         "ablation": settings.ablation,
+        "calls": settings.call_form,
         "tokens": tokens.name,
         "errors": report.errors,
         "warnings": report.warnings,

@@ -59,8 +59,8 @@ def test_kills_change_nothing(tmp_path: Path) -> None:
         whole = finished(command(path, tmp_path / "whole", url))
         out = tmp_path / "killed"
         words = command(path, out, url)
-        before = server_stats(url)["calls"].get("refine", 0)
-        killed(tmp_path / "run", words, lambda: server_stats(url)["calls"].get("refine", 0) >= before + 3)
+        before = server_stats(url)["calls"].get("merge", 0)
+        killed(tmp_path / "run", words, lambda: server_stats(url)["calls"].get("merge", 0) >= before + 3)
         killed(tmp_path / "run", words, lambda: count(out / "answers.jsonl") >= 5)
         answered = count(out / "answers.jsonl")
         with (out / "answers.jsonl").open("ab") as file:
@@ -74,4 +74,4 @@ def test_kills_change_nothing(tmp_path: Path) -> None:
         assert without_times(out / name) == without_times(tmp_path / "whole" / name)
     assert len(lines_of(out / "answers.jsonl")) == 2 * QUESTIONS
     assert {line["verdict"] for line in lines_of(out / "verdicts.jsonl")} == {"right", "wrong", "unjudged"}
-    assert after["refine"] == before["refine"], "the last run had nothing left to construct"
+    assert after["merge"] == before["merge"], "the last run had nothing left to construct"

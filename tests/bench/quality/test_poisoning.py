@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Memory, Message, Turn
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.row_codec import memory_of
-from undertow.prompts.builders import Operation, Prompt, prompt_version, quoted
+from undertow.prompts.builders import Prompt, PromptName, prompt_version, quoted
 from undertow.prompts.reply_schemas import EPISODE_CHARS, FACT_CHARS
 
 from ...support.engine import ENCODER, RecordingLLM, open_engine, opened, rows_of, settings_of
@@ -37,7 +37,7 @@ CONTROL_TOKENS = ("<|", "</s", "[INST")
 EAGER: dict[str, Any] = {"theta_sim": -1.0, "theta_merge": -1.0, "theta_count": 2}
 STORE_KEY = "0" * 64
 MEMORY_ROWS = ("turn", "decision", "episode", "fact")
-WRITERS: tuple[Operation, ...] = ("episode", "merge", "refine")
+WRITERS: tuple[PromptName, ...] = ("episode", "merge", "refine", "episode_facts", "merge_facts")
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,17 @@ class TakenOver(MockReplies):
 
     def _obeyed(self, user: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         if "same_story" in fields:
-            return {"same_story": True, "narrative": self._text(user, EPISODE_CHARS)}
+            told = {"same_story": True, "narrative": self._text(user, EPISODE_CHARS)}
+            return told | (self._facts(user) if "facts" in fields else {})
         if "episodes" in fields:
             texts = [self._text(f"{n}{user}", 3_000) for n in range(5)]
-            return {"episodes": [{"text": text, "turns": list(self.numbers)} for text in texts]}
+            episodes = [{"text": text, "turns": list(self.numbers)} for text in texts]
+            if "facts" in fields["episodes"]["items"]["properties"]:
+                episodes = [episode | self._facts(f"{n}{user}") for n, episode in enumerate(episodes)]
+            return {"episodes": episodes}
+        return self._facts(user)
+
+    def _facts(self, user: str) -> dict[str, Any]:
         numbers = cycle(self.numbers)
         facts = []
         for n in range(9):
@@ -102,10 +109,10 @@ def said(tenant: str, n: int, text: str) -> Turn:
     return Turn(tenant, (Message("user", text),), f"{tenant}:{n}", "s", f"2026-03-{n + 1:02d}T10:00:00")
 
 
-def ran(store: Path, turns: list[Turn], replies: MockReplies) -> RecordingLLM:
+def ran(store: Path, turns: list[Turn], replies: MockReplies, **more: Any) -> RecordingLLM:
     """All turns decided, in a store whose ids depend on nothing but the turns."""
     llm = RecordingLLM(replies)
-    with Engine(store, settings_of(**EAGER), ENCODER, llm=llm, hash_key=STORE_KEY) as engine:
+    with Engine(store, settings_of(**EAGER, **more), ENCODER, llm=llm, hash_key=STORE_KEY) as engine:
         for turn in turns:
             engine.add_batch([turn])
         assert engine.drain()
@@ -121,9 +128,9 @@ def versions_of(store: Path, tenant: str) -> list[Memory]:
 
 
 def shown_facts(user: str) -> list[str]:
-    """The texts under "Stored facts" of a refinement."""
-    lines = user.split("Stored facts:\n")[1].splitlines()
-    return [] if lines == ["none"] else [json.loads(line)[2] for line in lines]
+    """The texts under "Stored facts" of a prompt that asks for facts."""
+    lines = takewhile(lambda line: line.startswith("["), user.split("Stored facts:\n")[1].splitlines())
+    return [json.loads(line)[2] for line in lines]
 
 
 @hypothesis_settings(max_examples=12, deadline=None)
@@ -227,17 +234,18 @@ MERGES = ("an order beside the reply", "a huge text", "no text", "another shape"
 
 
 @pytest.mark.parametrize(
-    ("way", "field"),
+    ("way", "field", "calls"),
     [
-        *((way, field) for way in UNRULY for field in ("episodes", "facts")),
-        *((way, "same_story") for way in MERGES),
+        *((way, "episodes", "fused") for way in UNRULY),
+        *((way, "facts", "paper") for way in UNRULY),
+        *((way, "same_story", "fused") for way in MERGES),
     ],
 )
-def test_a_reply_outside_its_schema_writes_nothing(tmp_path: Path, way: str, field: str) -> None:
+def test_a_reply_outside_its_schema_writes_nothing(tmp_path: Path, way: str, field: str, calls: str) -> None:
     """Of a job whose refinement is unruly, its episode is not stored either; a merge leaves its episode."""
     fires = field != "same_story"
     turns = [said("mallory", n, f"word{n} the boat") for n in range(2 if fires else 3)]
-    ran(tmp_path, turns, Unruly(spoilt=UNRULY[way], schemas_with=(field,)))
+    ran(tmp_path, turns, Unruly(spoilt=UNRULY[way], schemas_with=(field,)), calls=calls)
     assert {memory.made_at_seq for memory in versions_of(tmp_path, "mallory")} == (set() if fires else {1})
     assert decisions_of(tmp_path, "mallory")[len(turns) - 1]["decision"] == "parked"
     assert {row.tenant for row in rows_of(tmp_path)} <= {"mallory", ""}
@@ -263,8 +271,8 @@ def test_what_it_has_written_is_fenced_when_it_is_shown_again(tmp_path: Path) ->
         assert engine.drain()
         assert engine.answer("mallory", f"{ATTACK} {TOKENS}").text == f"{ATTACK} {TOKENS}".strip()
     prompts = llm.prompts["mallory"]
-    assert {prompt.operation for prompt in prompts} == {"episode", "merge", "refine", "answer"}
-    assert any(ATTACK in fact for p in prompts if p.operation == "refine" for fact in shown_facts(p.user))
+    assert {prompt.operation for prompt in prompts} == {"episode", "merge", "answer"}
+    assert any(ATTACK in fact for p in prompts if p.operation == "merge" for fact in shown_facts(p.user))
     for prompt in prompts:
         assert not any(token in prompt.user for token in CONTROL_TOKENS)
         for line in prompt.user.splitlines():
@@ -322,7 +330,7 @@ def test_each_attack_reaches_the_prompts_that_write_and_answer(attack_run: Attac
     for attack in attacks():
         shown = quoted(attack.text)[1:-1]
         reached = {prompt.operation for prompt in attack_run.prompts[attack.name] if shown in prompt.user}
-        assert reached >= {("episode" if attack.at == 1 else "merge"), "refine", "answer"}, attack.name
+        assert reached >= {("episode" if attack.at == 1 else "merge"), "answer"}, attack.name
 
 
 def test_every_conversation_fires_merges_and_is_judged(attack_run: AttackRun) -> None:

@@ -50,7 +50,9 @@ def test_a_point_tells_what_construction_takes(samples: list[Sample]) -> None:
     assert often["consolidated_share"] == 1.0, "each topic fires at its third turn, its fourth is merged"
     assert (often["consolidations"], often["merges"]) == (3, 3)
     assert often["calls"]["episode"] == often["calls"]["merge"] == 3
-    assert often["calls"]["refine"] == often["merges"] + often["episodes"]
+    assert "refine" not in often["calls"]
+    paper = construction(samples, varied(SETTINGS, theta_sim=0.6, theta_count=3, calls="paper"), vectors)
+    assert paper["calls"]["refine"] == paper["merges"] + paper["episodes"]
     assert often["prompt_tokens"].keys() == often["calls"].keys()
     never = construction(samples, varied(SETTINGS, theta_sim=0.6, theta_count=5), vectors)
     assert (never["consolidated_share"], never["calls"], never["prompt_tokens"]) == (0.0, {}, {})

@@ -45,6 +45,9 @@ class Misnaming(MockReplies):
         told: dict[str, Any] = json.loads(super().reply(messages, schema))
         if MARKER in messages[-1]["content"]:
             told |= {name: drafts for name, drafts in self.tells.items() if name in told}
+            if "facts" in str(schema):  # a fused reply
+                fact = {"text": f"Ann has {MARKER}.", "kind": "user_event", "turns": [1], "replaces": None}
+                told["episodes"] = [{**episode, "facts": [fact]} for episode in told.get("episodes", ())]
         return json.dumps(told)
 
 
@@ -63,7 +66,8 @@ TELLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("options", "kinds"),
     [
-        ({"policy": "recmem"}, {"episode"}),
+        ({"policy": "recmem"}, {"episode", "fact"}),
+        ({"policy": "recmem", "calls": "paper"}, {"episode"}),
         ({"policy": "himem", "himem_align_notes": False}, {"episode", "fact"}),
     ],
 )
@@ -109,6 +113,7 @@ def test_a_turn_deleted_while_the_llm_reads_it_leaves_no_byte(
     policy: PolicyName, operation: str, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {**ALONE, "policy": policy, "window_messages": 4}
+    options |= {"calls": "paper"} if operation == "refine" else {}
     llm = HeldLLM(MockReplies(2))
     texts = ["the boat and the harbour", f"the boat of the {MARKER}", *[f"the boat {n}" for n in range(6)]]
     turns = [replace(turn_of("ann", n, text), session_id=f"s{n // 4}") for n, text in enumerate(texts)]

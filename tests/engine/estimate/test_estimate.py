@@ -57,7 +57,8 @@ def run_of(settings: Settings, refusal_rate: float = 0.0) -> tuple[Counted, Rang
 
 EXACT: dict[str, tuple[Settings, float, set[str], set[str]]] = {
     # settings, refused merges, operations with the same calls, and those with the same prompts to the byte
-    "RecMem without merges": (under("recmem"), 1.0, {"episode"}, {"episode"}),
+    "RecMem without merges": (under("recmem"), 1.0, {"episode"}, set()),
+    "RecMem's paper without merges": (under("recmem", calls="paper"), 1.0, {"episode"}, {"episode"}),
     "eager": (under("eager"), 0.0, {"extract"}, {"extract"}),
     "NEMORI": (under("nemori"), 0.0, {"partition", "narrate", "select", "predict", "distil"}, {"partition"}),
     "NEMORI without partition": (
@@ -65,7 +66,11 @@ EXACT: dict[str, tuple[Settings, float, set[str], set[str]]] = {
         *(0.0, {"narrate", "select", "predict", "distil", "integrate"}, {"narrate"}),
     ),
     "NEMORI-s": (under("nemori", ablation="direct-extraction"), 0.0, {"partition"}, {"partition"}),
-    "HiMem": (under("himem"), 0.0, {"segment", "notes", "traits", "align"}, {"segment", "notes"}),
+    "HiMem": (under("himem"), 0.0, {"segment", "notes"}, {"segment", "notes"}),
+    "HiMem's paper": (
+        under("himem", calls="paper"),
+        *(0.0, {"segment", "notes", "traits", "align"}, {"segment", "notes"}),
+    ),
     "HiMem that splits sessions": (
         under("himem", context_tokens=2_048, himem_align_notes=False),
         *(0.0, {"segment", "notes", "traits"}, {"segment", "notes"}),
@@ -86,7 +91,8 @@ def test_what_does_not_depend_on_replies_equals_a_run_of_the_engine(case: str) -
 @pytest.mark.parametrize(
     ("settings", "operations"),
     [
-        (under("recmem"), {"episode", "merge", "refine"}),
+        (under("recmem"), {"episode", "merge"}),
+        (under("recmem", calls="paper"), {"episode", "merge", "refine"}),
         (under("recmem", ablation="without-facts"), {"episode", "merge"}),
         (under("recmem", ablation="direct-extraction"), {"direct"}),
         (under("eager"), {"extract", "reconcile"}),
@@ -99,6 +105,7 @@ def test_what_does_not_depend_on_replies_equals_a_run_of_the_engine(case: str) -
             {"partition", "narrate", "select", "integrate", "predict", "distil", "summarise"},
         ),
         (under("nemori", ablation="direct-extraction"), {"partition", "distil_direct", "consolidate"}),
+        (under("himem"), {"segment", "notes"}),
         (under("himem", himem_align_notes=False), {"segment", "notes", "traits"}),
     ],
 )
@@ -109,7 +116,7 @@ def test_each_policy_and_ablation_asks_for_its_own_operations(
 
 
 def test_himem_that_aligns_its_episodes_asks_once_more_for_each() -> None:
-    roomy = {"context_tokens": 32_768}
+    roomy = {"context_tokens": 32_768, "calls": "paper"}
     plain, aligned = (
         estimate([log()], under("himem", himem_align_episodes=aligned, **roomy), BYTES)["align"]["calls"]
         for aligned in (False, True)
@@ -172,7 +179,7 @@ def test_a_price_is_that_of_prompts_and_completions() -> None:
 
 
 def test_an_error_is_a_share_of_what_was_metered_and_answers_are_no_construction() -> None:
-    real, found = run_of(under("himem"))
+    real, found = run_of(under("himem", calls="paper"))
     rows = compare(found, {**real.spent, "answer": real.spent["notes"]})
     assert set(rows) == {*real.spent, TOTAL} and rows["notes"]["calls"]["off"] == 0.0
     assert rows[TOTAL]["calls"]["metered"] == 12
@@ -230,6 +237,7 @@ def test_a_date_is_inherited_within_a_session_as_ingestion_does(
 
     monkeypatch.setattr("undertow.engine.encoders.factory.make_encoder", lambda settings: Heard(384))
     monkeypatch.setenv("UNDERTOW_EMBED_TIMESTAMP", "1")
+    monkeypatch.setenv("UNDERTOW_THETA_COUNT", "1000")  # a job would embed its cluster as one text
     estimated, inherited = (
         run("estimate", log, "--policy", "himem", "--json").doc["policies"] for log in logs
     )

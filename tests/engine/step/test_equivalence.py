@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from undertow.bench.mock.llm import MockReplies
 from undertow.engine.api.engine import Engine
-from undertow.engine.base.config import Settings
+from undertow.engine.base.config import CallForm, Settings
 from undertow.engine.base.model import Memory, PolicyName, Turn
 from undertow.engine.base.results import SearchResult
 from undertow.engine.encoders.base import Encoder
@@ -121,6 +121,8 @@ def test_the_runs_contain_every_kind_of_decision(expected: Run, options: dict[st
         check_salient_runs(expected, options)
     assert any(d.decision == "parked" and d.merge_asked and d.cluster == (d.seq,) for d in every)
     assert any(d.decision == "parked" and len(d.cluster) > 1 for d in every)
+    asked = {p.operation for prompts in expected.prompts.values() for p in prompts}
+    assert ("refine" in asked) == (options.get("profile") == "paper")
     versions = [m for of_tenant in expected.versions.values() for m in of_tenant]
     assert any(m.version > 2 for m in versions)
     assert any(m.supersedes for m in versions)
@@ -168,7 +170,7 @@ def check_himem_runs(run: Run) -> None:
         assert max(Counter(m.made_at_seq for m in versions if m.kind == "episode").values()) > 1
         assert any(m.kind == "fact" and len(m.sources) > 1 for m in versions), "duplicates of one window"
         operations = {p.operation for p in run.prompts[tenant]}
-        assert operations == {"segment", "notes", "traits", "align"}
+        assert operations == {"segment", "notes"}
 
 
 @pytest.mark.parametrize(
@@ -317,7 +319,8 @@ def threshold(rng: np.random.Generator, pool: Vectors, rank: int) -> float:
 def ways(policy: PolicyName) -> list[dict[str, Any]]:
     """A policy's plain settings, and those of its variants: drawn after the policy, which are so as often."""
     varied = [dict(variant.options) for variant in VARIANTS.values()]
-    return [{"policy": policy}, *(options for options in varied if options["policy"] == policy)]
+    plain: list[dict[str, Any]] = [{"policy": policy, "calls": form} for form in get_args(CallForm)]
+    return [*plain, *(options for options in varied if options["policy"] == policy)]
 
 
 @st.composite
@@ -346,6 +349,7 @@ def worlds(draw: st.DrawFn) -> tuple[Settings, TableEncoder, MockReplies, Turns]
         theta_count=draw(st.integers(1, 6)),
         window_messages=draw(st.sampled_from([1, 3, 8])),
         theta_evoke=threshold(rng, pool, 1),
+        theta_compare=threshold(rng, pool, 0),
         batch_turns=draw(st.sampled_from([1, 2, 5, 512, None])),
         gate_lookahead_turns=draw(st.sampled_from([1, 3, 64])),
     )

@@ -15,6 +15,7 @@ from typing import Any, get_args
 import pytest
 
 from undertow.bench.mock.server import spawn_server
+from undertow.engine.base.config import CallForm
 from undertow.engine.base.model import PolicyName
 
 from ...support.faults.harness import (
@@ -176,12 +177,14 @@ def test_kills_at_the_edges_of_a_commit(
     assert_same_state(end_state(tmp_path), undisturbed[0])
 
 
-@pytest.mark.parametrize("policy", get_args(PolicyName))
+@pytest.mark.parametrize(
+    ("policy", "calls"), [*((name, "fused") for name in get_args(PolicyName)), ("recmem", "paper")]
+)
 def test_other_policies_and_salient_reads_go_on_where_they_were_after_kills(
-    policy: PolicyName, driver: Driver, task: dict[str, Any], log: Path, tmp_path: Path
+    policy: PolicyName, calls: CallForm, driver: Driver, task: dict[str, Any], log: Path, tmp_path: Path
 ) -> None:
     """Turns that wait for their window to fill are undecided in no other way than by their records."""
-    other = {**task, "settings": {**task["settings"], "policy": policy, **WINDOWS}}
+    other = {**task, "settings": {**task["settings"], "policy": policy, "calls": calls, **WINDOWS}}
     assert driver.run(store=tmp_path / "undisturbed", **other).last("settled")
     store = tmp_path / "killed"
     for kill in ({"method": "append", "n": 4, "after": True}, {"method": "append", "n": 9, "after": False}):

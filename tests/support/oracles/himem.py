@@ -19,6 +19,7 @@ from undertow.prompts.builders import (
     ShownMemory,
     ShownTurn,
     align_prompt,
+    notes_all_prompt,
     notes_prompt,
     revise_prompt,
     segment_prompt,
@@ -147,6 +148,9 @@ class OracleHiMem(Oracle):
 
     def _write_notes(self, window: list[int]) -> None:
         turns = self._shown(window)
+        if self._settings.call_form == "fused" and self._settings.himem_align_notes:
+            self._keep([self._note(d, window) for d in self._ask(notes_all_prompt(turns)).notes], window)
+            return
         notes = [self._note(d, window) for d in self._ask(notes_prompt(turns)).notes]
         shown = list(notes)
         while shown and not self._fits(traits_prompt(turns, self._listed(shown))):
@@ -155,6 +159,9 @@ class OracleHiMem(Oracle):
         notes += [self._note(d, window) for d in reply.notes]
         if self._settings.himem_align_notes and notes:
             notes = self._aligned(window, notes)
+        self._keep(notes, window)
+
+    def _keep(self, notes: list[Note], window: list[int]) -> None:
         for note in notes:
             note.shown = tuple(sorted(set(window) - set(note.sources)))
             self._store(note)

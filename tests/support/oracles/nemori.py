@@ -16,6 +16,7 @@ from undertow.prompts.builders import (
     Prompt,
     ShownMemory,
     ShownTurn,
+    consolidate_all_prompt,
     consolidate_prompt,
     distil_direct_prompt,
     distil_prompt,
@@ -27,6 +28,8 @@ from undertow.prompts.builders import (
     summarise_prompt,
 )
 from undertow.prompts.reply_schemas import (
+    CandidateDecision,
+    ConsolidateAllReply,
     ConsolidateReply,
     NarrativeReply,
     PartitionReply,
@@ -61,6 +64,7 @@ class OracleNemori(Oracle):
         self._buffer: list[_Said] = []
         self._every: dict[tuple[int, int], _Said] = {}
         self._made: list[OracleMemory] = []
+        self._fused = settings.call_form == "fused"
 
     def take(self, seq: int, turn: Turn) -> None:
         """Decide one turn."""
@@ -149,7 +153,8 @@ class OracleNemori(Oracle):
         nearest = [m for _, m in self._nearest("episode", told)[:EPISODES_SHOWN]]
         if not nearest:
             return None
-        shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(nearest, 1)]
+        lines = [m.text.split("\n")[0] if self._fused else m.text for m in nearest]
+        shown = [ShownMemory(n, nearest[n - 1].timestamp, line) for n, line in enumerate(lines, 1)]
         reply = self._ask(select_prompt(ShownMemory(1, self._latest(turns), told), shown))
         assert isinstance(reply, SelectReply)
         if reply.continues is None or not 1 <= reply.continues <= len(nearest):
@@ -183,6 +188,9 @@ class OracleNemori(Oracle):
         if self.settings.management == "summary" and said_in:
             self._summarise(seq, said_in, turns)
             return
+        if self.settings.management == "native" and self._fused:
+            self._consolidate_all(seq, said_in, turns, episode_id)
+            return
         for text, said in said_in.items():
             beside = tuple(sorted(turns - set(said)))
             if self.settings.management == "append":
@@ -203,6 +211,35 @@ class OracleNemori(Oracle):
         else:
             self._born(seq, "fact", reply.summary, sources, beside=tuple(sorted(turns - set(sources))))
 
+    def _consolidate_all(
+        self, seq: int, said_in: dict[str, tuple[int, ...]], turns: set[int], episode_id: str | None
+    ) -> None:
+        """Each fact with those near to it, all in one call; one without any is new."""
+        near = {text: self._nearest("fact", text)[:FACTS_COMPARED] for text in said_in}
+        floor = self.settings.theta_compare
+        asked = [text for text, found in near.items() if found and found[0][0] >= floor]
+        close = {m.id for text in asked for score, m in near[text] if score >= floor}
+        stored = [m for m in self.current("fact") if m.id in close]
+        decided: dict[str, CandidateDecision] = {}
+        if asked:
+            new = [ShownMemory(n, self._latest(said_in[text]), text) for n, text in enumerate(asked, 1)]
+            shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(stored, 1)]
+            reply = self._ask(consolidate_all_prompt(new, shown))
+            assert isinstance(reply, ConsolidateAllReply)
+            for decision in reply.decisions:
+                if 1 <= decision.candidate <= len(asked):
+                    decided.setdefault(asked[decision.candidate - 1], decision)
+        taken: list[OracleMemory] = []
+        for text, said in said_in.items():
+            named: list[OracleMemory] = []
+            for number in decided[text].targets if text in decided else ():
+                if 1 <= number <= len(stored) and stored[number - 1] not in (*named, *taken):
+                    named.append(stored[number - 1])
+            taken += named
+            action, words = (decided[text].action, decided[text].text) if named else ("new", "")
+            beside = tuple(sorted(turns - set(said)))
+            self._settle(seq, text, said, beside, episode_id, action, named, words)
+
     def _consolidate(
         self, seq: int, text: str, turns: tuple[int, ...], beside: tuple[int, ...], episode_id: str | None
     ) -> None:
@@ -217,19 +254,33 @@ class OracleNemori(Oracle):
         for number in reply.targets:
             if 1 <= number <= len(similar) and similar[number - 1] not in named:
                 named.append(similar[number - 1])
-        if reply.action == "merge" and named:
+        self._settle(seq, text, turns, beside, episode_id, reply.action, named, reply.text)
+
+    def _settle(
+        self,
+        seq: int,
+        text: str,
+        turns: tuple[int, ...],
+        beside: tuple[int, ...],
+        episode_id: str | None,
+        action: str,
+        named: Sequence[OracleMemory],
+        merged: str,
+    ) -> None:
+        """Store a fact as was decided."""
+        if action == "merge" and named:
             sources = turns + tuple(s for m in named for s in m.sources)
             for other in named[1:]:
                 self._end(seq, other)
             gone = named[0].supersedes + tuple(m.id for m in named[1:])
             links = tuple(dict.fromkeys(gone))
             unnamed = beside + tuple(s for m in named for s in m.shown)
-            self._next_version(seq, named[0], reply.text or text, sources, supersedes=links, beside=unnamed)
+            self._next_version(seq, named[0], merged or text, sources, supersedes=links, beside=unnamed)
             return
-        untrue = [m for m in named if reply.action == "conflict" and m.sources[-1] <= turns[-1]]
+        untrue = [m for m in named if action == "conflict" and m.sources[-1] <= turns[-1]]
         for other in untrue:
             self._end(seq, other)
-        if reply.action == "conflict" and len(untrue) < len(named):
+        if action == "conflict" and len(untrue) < len(named):
             return  # later words say otherwise
         links = tuple(m.id for m in untrue)
         self._born(seq, "fact", text, turns, episode_id=episode_id, supersedes=links, beside=beside)

@@ -16,12 +16,24 @@ from undertow.prompts.builders import (
     ShownMemory,
     ShownTurn,
     direct_prompt,
+    episode_facts_prompt,
     episode_prompt,
+    merge_facts_prompt,
     merge_prompt,
     refine_prompt,
     salient_prompt,
 )
-from undertow.prompts.reply_schemas import EpisodesReply, FactsReply, MergeReply, Reply, SalientReply
+from undertow.prompts.reply_schemas import (
+    EpisodeFactsDraft,
+    EpisodeFactsReply,
+    EpisodesReply,
+    FactDraft,
+    FactsReply,
+    MergeFactsReply,
+    MergeReply,
+    Reply,
+    SalientReply,
+)
 
 from .run import Oracle, OracleDecision, OracleMemory, Whole, exact_dot
 
@@ -51,6 +63,7 @@ class OracleRecMem(Oracle):
         self.settings = settings  # may be changed between turns
         is_set = bool(settings.salience_turns or settings.quiet_share)
         self._salient = settings.profile != "paper" and settings.ablation is None and is_set
+        self._fused = settings.call_form == "fused" and settings.ablation is None
         self._spent: dict[str, int] = {}  # tokens of salient turns by day
         self._last_day = ""
         self._turns: dict[int, Turn] = {}
@@ -188,8 +201,11 @@ class OracleRecMem(Oracle):
 
     def _merged(self, seq: int, old: OracleMemory) -> bool:
         """Equation 6, then 8 and 9 with the new turn alone. False: the LLM refused."""
-        shown = ShownMemory(1, old.timestamp, old.text)
-        reply = self._ask(merge_prompt(shown, self._shown((seq,))[0]))
+        shown, turn = ShownMemory(1, old.timestamp, old.text), self._shown((seq,))[0]
+        near = self._nearest_facts(old.text, _Draft())[:5] if self._fused else []
+        reply = self._ask(
+            merge_facts_prompt(shown, _listed(near), turn) if self._fused else merge_prompt(shown, turn)
+        )
         assert isinstance(reply, MergeReply)
         if not reply.same_story:
             return False
@@ -207,7 +223,10 @@ class OracleRecMem(Oracle):
             shown=old.shown,
         )
         draft = _Draft([new])
-        self._refine(seq, new, (seq,), draft)
+        if isinstance(reply, MergeFactsReply):
+            self._keep(seq, reply.facts, near, (seq,), draft, new.id)
+        else:
+            self._refine(seq, new, (seq,), draft)
         self.versions += draft.versions
         return True
 
@@ -219,8 +238,11 @@ class OracleRecMem(Oracle):
             self._extract(seq, ordered, draft)
             self.versions += draft.versions
             return bool(draft.versions)
-        reply = self._ask(episode_prompt(self._shown(ordered)))
-        assert isinstance(reply, EpisodesReply)
+        shown = self._shown(ordered)
+        near = self._nearest_facts(self._joined(ordered), draft) if self._fused else []
+        fused = episode_facts_prompt(shown, _listed(near))
+        reply = self._ask(fused if self._fused else episode_prompt(shown))
+        assert isinstance(reply, EpisodesReply | EpisodeFactsReply)
         episodes = []
         for ordinal, told in enumerate(reply.episodes):
             numbers = told.turns
@@ -240,8 +262,14 @@ class OracleRecMem(Oracle):
             )
             draft.versions.append(episode)
             episodes.append(episode)
-        for episode in episodes:
-            self._refine(seq, episode, ordered, draft)
+        heard: list[str] = []
+        for episode, written in zip(episodes, reply.episodes, strict=True):
+            if isinstance(written, EpisodeFactsDraft):
+                fresh = [fact for fact in written.facts if fact.text not in heard]
+                heard += [fact.text for fact in fresh]
+                self._keep(seq, fresh, near, ordered, draft, episode.id)
+            else:
+                self._refine(seq, episode, ordered, draft)
         self.versions += draft.versions
         return bool(episodes)
 
@@ -251,16 +279,21 @@ class OracleRecMem(Oracle):
             return
         shown = ShownMemory(1, episode.timestamp, episode.text)
         facts = self._nearest_facts(episode.text, draft)
-        listed = [ShownMemory(i, f.timestamp, f.text) for i, f in enumerate(facts, 1)]
-        self._keep(seq, refine_prompt(shown, self._shown(turns), listed), facts, turns, draft, episode.id)
+        told = self._told(refine_prompt(shown, self._shown(turns), _listed(facts)))
+        self._keep(seq, told, facts, turns, draft, episode.id)
 
     def _extract(
         self, seq: int, turns: Sequence[int], draft: _Draft, prompt_of: FactsPrompt = direct_prompt
     ) -> None:
         """Section 4.3: facts of raw turns."""
-        facts = self._nearest_facts("\n".join(self._turns[s].text for s in turns), draft)
-        listed = [ShownMemory(i, f.timestamp, f.text) for i, f in enumerate(facts, 1)]
-        self._keep(seq, prompt_of(self._shown(turns), listed), facts, turns, draft, None)
+        facts = self._nearest_facts(self._joined(turns), draft)
+        told = self._told(prompt_of(self._shown(turns), _listed(facts)))
+        self._keep(seq, told, facts, turns, draft, None)
+
+    def _told(self, prompt: Prompt) -> Sequence[FactDraft]:
+        reply = self._ask(prompt)
+        assert isinstance(reply, FactsReply | SalientReply)
+        return reply.facts
 
     def _nearest_facts(self, text: str, draft: _Draft) -> list[OracleMemory]:
         vector = self._embed(text)
@@ -270,16 +303,14 @@ class OracleRecMem(Oracle):
     def _keep(
         self,
         seq: int,
-        prompt: Prompt,
+        facts: Sequence[FactDraft],
         nearest: Sequence[OracleMemory],
         turns: Sequence[int],
         draft: _Draft,
         episode_id: str | None,
     ) -> None:
-        reply = self._ask(prompt)
-        assert isinstance(reply, FactsReply | SalientReply)
         heard = [f.text for f in nearest]
-        for told in reply.facts:
+        for told in facts:
             if told.text in heard:
                 continue
             heard.append(told.text)
@@ -308,9 +339,16 @@ class OracleRecMem(Oracle):
 
     # helpers
 
+    def _joined(self, turns: Sequence[int]) -> str:
+        return "\n".join(self._turns[s].text for s in turns)
+
     def _shown(self, seqs: Sequence[int]) -> list[ShownTurn]:
         return [ShownTurn(i, self._turns[s].timestamp, self._turns[s].text) for i, s in enumerate(seqs, 1)]
 
     def _latest(self, sources: Sequence[int]) -> str | None:
         last = max(sources, key=lambda s: (time_key(self._turns[s].timestamp), s))
         return self._turns[last].timestamp
+
+
+def _listed(facts: Sequence[OracleMemory]) -> list[ShownMemory]:
+    return [ShownMemory(i, fact.timestamp, fact.text) for i, fact in enumerate(facts, 1)]

@@ -8,7 +8,7 @@ from typing import Any
 
 _TOLD = frozenset({"narrate", "select", "integrate"})
 _LEARNT = frozenset({"predict", "distil"})
-_NOTED = frozenset({"segment", "notes", "traits"})
+_NOTED = frozenset({"segment", "notes"})
 _REVISED = frozenset({"supplement", "revise"})
 
 
@@ -47,9 +47,10 @@ VARIANTS: Mapping[str, Variant] = {
     ),
     "nemori without facts": Variant(_SILENT, frozenset({"partition", *_TOLD}), _EPISODES),
     "nemori, fixed chunks": _nemori(*_TOLD, *_LEARNT, "consolidate", ablation="fixed-chunks"),
-    "himem": _himem(*_NOTED, "align", *_REVISED),
-    "himem without alignment": _himem(*_NOTED, *_REVISED, himem_align_notes=False),
+    "himem": _himem(*_NOTED, *_REVISED),
+    "himem, calls of the paper": _himem(*_NOTED, "traits", "align", *_REVISED, calls="paper"),
+    "himem without alignment": _himem(*_NOTED, "traits", *_REVISED, himem_align_notes=False),
     "himem, aligned episodes": _himem(*_NOTED, "align", *_REVISED, himem_align_episodes=True),
-    "himem without self-evolution": _himem(*_NOTED, "align", himem_self_evolution=False),
-    "himem, forgetting": _himem(*_NOTED, "align", *_REVISED, himem_max_notes=5),
+    "himem without self-evolution": _himem(*_NOTED, himem_self_evolution=False),
+    "himem, forgetting": _himem(*_NOTED, *_REVISED, himem_max_notes=5),
 }
