@@ -101,4 +101,4 @@ def test_a_variant_decides_any_log_as_its_oracle_does(name: str, tmp_path: Path)
     if settings.management == "append":
         assert all(m.version == 1 for m in versions)
     if (most := settings.himem_max_notes) is not None:
-        assert len(facts) == most * len(turns) < len({m.id for m in versions}) / 2
+        assert len(facts) == most * len(turns) < len({m.id for m in versions})
