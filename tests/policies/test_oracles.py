@@ -30,6 +30,8 @@ OPTIONS: dict[str, Mapping[str, Any]] = {
     "recmem, direct extraction": {"policy": "recmem", "ablation": "direct-extraction"},
     "recmem without facts": {"policy": "recmem", "ablation": "without-facts"},
     "eager": {"policy": "eager"},
+    "a-mem": {"policy": "a-mem"},
+    "memory-os": {"policy": "memory-os"},
     **{name: variant.options for name, variant in VARIANTS.items() if "k_epi" not in variant.options},
 }
 WORDS = ("boat", "sail", "harbour", "violin", "bow", "bread")
@@ -98,6 +100,8 @@ def policy_settings(name: str, seed: int, theta: float) -> Settings:
         theta_count=2 + seed % 2,
         theta_evoke=theta,
         window_messages=1 + seed % 6,
+        short_term_pages=1 + seed % 4,
+        heat_threshold=1 + seed % 3,
     )
 
 
