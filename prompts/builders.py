@@ -1,8 +1,8 @@
 """The prompts: fills the Jinja2 templates of `templates/`, whose replies `reply_schemas` describes.
 
-Roles and rules follow RecMem (appendix F), Mem0 for the eager policy, NEMORI (appendix D) and HiMem; the
-wording is our own. Each system message is fixed text with the same opening. Everything variable goes into
-the user message, so that the server's prefix cache covers the fixed part.
+Roles and rules follow RecMem (appendix F), Mem0 for the eager policy, NEMORI (appendix D), HiMem, A-Mem and
+MemoryOS; the wording is our own. Each system message is fixed text with the same opening. Everything variable
+goes into the user message, so that the server's prefix cache covers the fixed part.
 """
 
 from __future__ import annotations
@@ -45,7 +45,17 @@ NemoriOperation = Literal[
     "summarise",
 ]
 HiMemOperation = Literal["segment", "notes", "traits", "align", "supplement", "revise", "sufficiency"]
-Operation = Literal[RecMemOperation, EagerOperation, NemoriOperation, HiMemOperation, "answer"]
+AMemOperation = Literal["annotate", "connect"]
+MemoryOSOperation = Literal["topic", "persona"]
+Operation = Literal[
+    RecMemOperation,
+    EagerOperation,
+    NemoriOperation,
+    HiMemOperation,
+    AMemOperation,
+    MemoryOSOperation,
+    "answer",
+]
 # prompts that ask at once for what the papers ask for in several calls
 FusedName = Literal["episode_facts", "merge_facts", "consolidate_all", "notes_all"]
 PromptName = Literal[Operation, FusedName]
@@ -89,6 +99,10 @@ REPLIES: dict[PromptName, type[Reply] | None] = {
     "supplement": replies.SupplementReply,
     "revise": replies.ReviseReply,
     "sufficiency": replies.SufficiencyReply,
+    "annotate": replies.AnnotateReply,
+    "connect": replies.ConnectReply,
+    "topic": replies.TopicReply,
+    "persona": replies.PersonaReply,
     "answer": None,
 }
 
@@ -288,6 +302,26 @@ def sufficiency_prompt(
 ) -> Prompt:
     """Ask whether `memories` suffice to answer (HiMem, section 2.4)."""
     return _prompt("sufficiency", heading=heading, memories=memories, as_of=as_of, question=question)
+
+
+def annotate_prompt(message: ShownTurn) -> Prompt:
+    """Ask for keywords, tags and context of a `message` (A-Mem, equation 2)."""
+    return _prompt("annotate", message=message)
+
+
+def connect_prompt(note: ShownMemory, notes: Sequence[ShownMemory]) -> Prompt:
+    """Ask for the links of a new `note`, and how it changes the stored `notes` (A-Mem, equations 6 and 7)."""
+    return _prompt("connect", note=note, notes=notes)
+
+
+def topic_prompt(summary: Sequence[ShownMemory], turns: Sequence[ShownTurn]) -> Prompt:
+    """Ask for summary and keywords of `turns` and a stored `summary` (MemoryOS, section 3.1; one or none)."""
+    return _prompt("topic", summary=summary, turns=turns)
+
+
+def persona_prompt(turns: Sequence[ShownTurn], facts: Sequence[ShownMemory]) -> Prompt:
+    """Ask for long-term memory of both sides; `facts`: the stored profile (MemoryOS, section 3.1)."""
+    return _prompt("persona", turns=turns, facts=facts)
 
 
 def answer_prompt(

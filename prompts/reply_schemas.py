@@ -372,3 +372,58 @@ class ReviseReply(Reply):
     """Reply to `revise`: ADD, UPDATE or DELETE of HiMem's section 2.4, one per candidate."""
 
     decisions: list[Revision] = Field(max_length=CANDIDATES)
+
+
+# ---- the policy A-Mem
+
+CONTEXT_CHARS = 240
+Word = Annotated[str, Field(min_length=1, max_length=30)]
+
+
+class AnnotateReply(Reply):
+    """Reply to `annotate`: K, G and X of a note (A-Mem, equation 2)."""
+
+    keywords: list[Word] = Field(max_length=6)
+    tags: list[Word] = Field(max_length=4)
+    context: str = Field(min_length=1, max_length=CONTEXT_CHARS)
+
+
+class Evolution(AnnotateReply):
+    """What a stored note becomes (equation 7)."""
+
+    note: LineNumber
+
+
+class ConnectReply(Reply):
+    """Reply to `connect`: L of a note (equation 6), and the neighbours that it changes."""
+
+    links: list[LineNumber] = Field(max_length=10)
+    evolved: list[Evolution] = Field(max_length=5)
+
+
+# ---- the policy MemoryOS
+
+SUMMARY_CHARS, TOPIC_KEYWORDS = 800, 8
+# a segment is its summary, and a line of keywords
+TOPIC_TEXT_CHARS = SUMMARY_CHARS + TOPIC_KEYWORDS * 32 + 12
+PERSONA_LINES = 10
+
+
+class TopicReply(Reply):
+    """Reply to `topic`: summary and K of a segment, or of a page (MemoryOS, section 3.1)."""
+
+    summary: str = Field(min_length=1, max_length=SUMMARY_CHARS)
+    keywords: list[Word] = Field(max_length=TOPIC_KEYWORDS)
+
+
+class PersonaLine(Reply):
+    text: str = Field(min_length=1, max_length=300)
+    kind: Literal["profile", "knowledge", "agent"]
+    turns: list[LineNumber] = Field(max_length=20)
+    replaces: LineNumberOrNull
+
+
+class PersonaReply(Reply):
+    """Reply to `persona`: long-term memory (MemoryOS, section 3.1). One line at least marks turns as read."""
+
+    lines: list[PersonaLine] = Field(min_length=1, max_length=PERSONA_LINES)

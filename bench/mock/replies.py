@@ -242,7 +242,7 @@ class _Writer:
         shown = self.echo.turns
         if path.endswith(_FACT_NUMBERS) or ".targets" in path:
             shown = self.echo.facts
-        elif path.endswith(_NOTE_NUMBERS):
+        elif path.endswith(_NOTE_NUMBERS) or path.startswith(".links"):
             shown = self.echo.notes
         number = shown[self.echo.pick(path, len(shown))][0] if shown else 1
         return int(min(max(number, schema.get("minimum", number)), schema.get("maximum", number)))

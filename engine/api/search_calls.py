@@ -32,6 +32,7 @@ from undertow.engine.encoders.outage import EncoderDown
 from undertow.engine.llm.client import LLMClient
 from undertow.engine.policies.base import Learns, PromptBudget, Tiers
 from undertow.engine.policies.registry import Policies
+from undertow.engine.search.companions import with_companions
 from undertow.engine.search.metadata_index import Where
 from undertow.engine.search.packing import as_told, packed
 from undertow.engine.search.ranking import (
@@ -42,7 +43,6 @@ from undertow.engine.search.ranking import (
     Window,
     live_turns,
     turn_hits,
-    with_words,
 )
 from undertow.engine.step.answer_feedback import FeedbackQueue
 from undertow.engine.step.scheduler import Scheduler, StepReport
@@ -130,7 +130,7 @@ class SearchCalls(ABC):
     def _ranked_by(self, query: SearchQuery) -> Ranked:
         window = window_of(query.since, query.until)
         counts = {"k_sub": query.k_sub, "k_epi": query.k_epi, "k_sem": query.k_sem}
-        given = {name: count for name, count in counts.items() if count is not None}
+        given: dict[str, Any] = {name: count for name, count in counts.items() if count is not None}
         for name, count in given.items():
             if count < 0:
                 raise ValueError(f"{name} is {count}. Give 0 or more, or leave it out.")
@@ -173,7 +173,7 @@ class SearchCalls(ABC):
         of, tiers = self._tenant(tenant), self._policies.answer_tiers(self._policy_shown(tenant))
         found = self._whole(tenant, self._rank(tenant, question, tiers))
         if not tiers.tokens:
-            return with_words(of, found, tiers.raw_of_best)
+            return with_companions(of, found, tiers)
         is_whole = len(found.turns) == live_turns(of)
         return packed(as_told(of, found), tiers.tokens, is_whole=is_whole)
 

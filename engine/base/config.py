@@ -82,6 +82,10 @@ class Settings(BaseSettings):
     # call if there is none. It belongs to the embedding model.
     theta_compare: float = Field(default=0.65, ge=-1.0, le=1.0)
 
+    # MemoryOS, section 4.1: the pages of short-term memory, and tau
+    short_term_pages: int = Field(default=7, ge=1, le=100)
+    heat_threshold: float = Field(default=5.0, ge=0.0)
+
     # HiMem, tables 3 and 4: knowledge alignment of its notes and (an ablation) of its episodes, and memory
     # self-evolution: whether a question that only the episodes covered revises the notes.
     himem_align_notes: bool = True

@@ -17,7 +17,7 @@ LINKED_PAIRS = 0.025
 """The default share of turn pairs at or above theta_sim: that of MiniLM at 0.7 on LoCoMo (docs/cost.md)."""
 
 MemoryKind = Literal["episode", "fact"]
-PolicyName = Literal["recmem", "eager", "nemori", "himem"]
+PolicyName = Literal["recmem", "eager", "nemori", "himem", "a-mem", "memory-os"]
 # Which tiers an answer reads, and when (engine/search/answer_modes.py). Unrelated to the ranking of searches.
 AnswerMode = Literal["hybrid", "best_effort"]
 # How an answer is asked for: with notes before it, the same in a few words, or in one go as in the papers.
@@ -118,7 +118,8 @@ class Memory:
     `superseded_at_seq` is known only once a later version (or a deletion) exists. `source_messages`, if its
     sources are parts of turns: (seq of the turn, index of the line) of each message; () means all messages of
     `source_seqs`. `shown_seqs`: other turns in its prompt, whose words it may contain. `generation`: 1, plus
-    the number of changes of the tenant's policy before it.
+    the number of changes of the tenant's policy before it. `links`: ids of related memories of its kind; some
+    may be gone.
     """
 
     id: str
@@ -141,6 +142,7 @@ class Memory:
     source_messages: tuple[tuple[int, int], ...] = ()
     generation: int = 1
     shown_seqs: tuple[int, ...] = ()
+    links: tuple[str, ...] = ()
 
     @property
     def reach(self) -> frozenset[int]:

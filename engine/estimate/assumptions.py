@@ -53,6 +53,14 @@ class Assumptions:
     traits: float = _range(0, 2, 6)
     aligned_share: float = _range(0.1, 0.3, 0.6)
 
+    # A-Mem: the neighbours that a new note is linked to, and those that it changes
+    links: float = _range(0, 1, 3)
+    evolved: float = _range(0, 1, 3)
+
+    # MemoryOS: a segment's summary, and the lines that one reading of its pages gives
+    topic_chars: float = _range(200, 400, 700)
+    persona_lines: float = _range(1, 4, 8)
+
 
 LOW, EXPECTED, HIGH = (
     Assumptions(**{f.name: f.metadata[level] for f in fields(Assumptions)})

@@ -9,12 +9,20 @@ from typing import Any
 
 from undertow.engine.estimate.assumptions import SENTENCE_CHARS, Assumptions, Evenly, stand_in
 from undertow.prompts.builders import FUSED, REPLIES, Prompt
-from undertow.prompts.reply_schemas import CANDIDATES, IMPLIED_NOTES, REFINED_FACTS, STATED_NOTES, Reply
+from undertow.prompts.reply_schemas import (
+    CANDIDATES,
+    IMPLIED_NOTES,
+    PERSONA_LINES,
+    REFINED_FACTS,
+    STATED_NOTES,
+    Reply,
+)
 
 # 10 to 20 words; a few words; one to three sentences
 CUE_CHARS, TOPIC_CHARS, EPISODE_SUMMARY_CHARS = 90, 40, 200
 # 450 words: an integrated episode, or the one summary of all facts
 LONGEST_CHARS = 2_700
+KEYWORD, KEYWORDS, TAGS, TOPIC_WORDS = "pottery", 4, 3, 5
 MESSAGES_PER_TURN = 2
 MOST_EPISODES = 12  # of one `segment`
 MOST_SALIENT = 16  # facts of one `salient`
@@ -164,6 +172,37 @@ class GuessedReplies:
         count = min(self._take("aligned_share", len(notes)), STATED_NOTES + IMPLIED_NOTES)
         texts = [self._write([note], self._assumed.fact_chars) for note in notes[:count]]
         return {"changes": [{"note": n, "same_as": None, "text": text} for n, text in enumerate(texts, 1)]}
+
+    # ---- A-Mem
+
+    def _annotate(self, shown: Shown) -> Fields:
+        context = self._write(shown["Message"], self._assumed.fact_chars)
+        return {"keywords": [KEYWORD] * KEYWORDS, "tags": [KEYWORD] * TAGS, "context": context}
+
+    def _connect(self, shown: Shown) -> Fields:
+        """The nearest notes are linked, and change."""
+        new, known = shown["New note"], shown["Stored notes"]
+        links = range(1, 1 + min(self._take("links"), len(known)))
+        evolved = enumerate(known[: self._take("evolved")], 1)
+        changes = [{"note": n, **self._annotate({"Message": [note, *new]})} for n, note in evolved]
+        return {"links": [*links], "evolved": changes}
+
+    # ---- MemoryOS
+
+    def _topic(self, shown: Shown) -> Fields:
+        """The longest words are the keywords: what pages share of them is theirs."""
+        texts = [*shown.get("Stored summary", ()), *shown["Turns"]]
+        words = {word for word in " ".join(texts).split() if word.isalpha()}
+        longest = sorted(words, key=lambda word: (-len(word), word))[:TOPIC_WORDS]
+        summary = self._write(texts, self._assumed.topic_chars)
+        return {"summary": summary or "none", "keywords": [word[:30] for word in longest]}
+
+    def _persona(self, shown: Shown) -> Fields:
+        turns = shown["Turns"]
+        texts = self._facts(turns, min(self._take("persona_lines"), PERSONA_LINES))
+        numbered = enumerate(texts)
+        like = {"kind": "knowledge", "replaces": None}
+        return {"lines": [{"text": t, "turns": [1 + n % len(turns)], **like} for n, t in numbered]}
 
     # ---- the parts of replies
 

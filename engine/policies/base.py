@@ -41,8 +41,9 @@ class Tiers:
     """The default context of an answer: the k best memories of each tier.
 
     `raw_of_best`: for how many of the best episodes their turns are included too. `consolidated`: whether
-    turns that were consolidated into memories are included as turns. `tokens`: the budget that the best of
-    all tiers fill; 0: none.
+    turns that were consolidated into memories are included as turns. `linked`: whether facts that the best
+    link to are included. `recent`: the newest turns, which are always included; `always`: the kind of facts
+    that is. `tokens`: the budget that the best of all tiers fill; 0: none.
     """
 
     k_sub: int = 10
@@ -50,6 +51,9 @@ class Tiers:
     k_sem: int = 10
     raw_of_best: int = 0
     consolidated: bool = True
+    linked: bool = False
+    recent: int = 0
+    always: str | None = None
     tokens: int = 0
 
 

@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
 from undertow.engine.base.model import PolicyName, UndertowError
+from undertow.engine.policies.a_mem.policy import AMem
 from undertow.engine.policies.base import Policy, PromptBudget, Tiers
 from undertow.engine.policies.eager import Eager
 from undertow.engine.policies.himem.policy import HiMem
+from undertow.engine.policies.memory_os.policy import MemoryOS
 from undertow.engine.policies.nemori.knowledge import management_of
 from undertow.engine.policies.nemori.policy import Nemori
 from undertow.engine.policies.recmem import RecMem
@@ -40,6 +42,10 @@ def policy_of(settings: Settings) -> Policy:
                 self_evolution=settings.himem_self_evolution,
                 is_fused=is_fused,
             )
+        case "a-mem":
+            return AMem(budget)
+        case "memory-os":
+            return MemoryOS(budget, settings.short_term_pages, settings.heat_threshold)
 
 
 def _salience_of(settings: Settings) -> Salience | None:

@@ -24,6 +24,8 @@ from undertow.prompts.builders import Prompt, ShownMemory, ShownTurn
 
 T = TypeVar("T")
 Steps = Generator[Effect, Any, None]
+# A message: the seq of its turn, and the index of its line in the turn.
+MessageRef = tuple[int, int]
 
 # The errors that park a job: an unusable reply, or a prompt that is too long.
 Failed = (BadReply, PromptTooLong)
@@ -167,6 +169,12 @@ class Work:
     def turns(self, seqs: Sequence[int]) -> list[ShownTurn]:
         views = [self.view.turn(s) for s in seqs]
         return [ShownTurn(n, v.timestamp, v.text) for n, v in enumerate(views, 1)]
+
+
+def messages_of(turns: Iterable[int], view: MemoryView) -> tuple[MessageRef, ...]:
+    """All messages of these turns, in order, without those of deleted ones."""
+    kept = [seq for seq in turns if view.exists(seq)]
+    return tuple((seq, line) for seq in kept for line in range(len(view.turn(seq).messages)))
 
 
 def only_shown(shown: Iterable[int], sources: Iterable[int]) -> tuple[int, ...]:

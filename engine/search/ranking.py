@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -321,34 +321,6 @@ def turn_hits(tenant: Tenant, found: Sequence[tuple[float, int]]) -> list[Hit]:
             text, timestamp = tenant.said(seq)
             identity = turn_id(tenant.name, tenant.incarnation, seq)
             hits.append(Hit(identity, "turn", text, score, timestamp, (seq,)))
-    return hits
-
-
-def with_words(tenant: Tenant, found: SearchResult, best: int) -> SearchResult:
-    """The result, with the raw messages of its first `best` episodes added to its turns.
-
-    Adds a hit for each of their source turns, in order, with the source messages and the episode's score,
-    except for turns that were found themselves.
-    """
-    whole = {seq for hit in found.turns for seq in hit.source_seqs}
-    raw = [hit for episode in found.episodes[:best] for hit in _words_of(tenant, episode, whole)]
-    turns = tuple(sorted((*raw, *found.turns), key=lambda hit: -hit.score))
-    return replace(found, turns=turns, quoted=frozenset(seq for hit in raw for seq in hit.source_seqs))
-
-
-def _words_of(tenant: Tenant, episode: Hit, left_out: Set[int]) -> list[Hit]:
-    tier = tenant.tiers["episode"]
-    memory = tier.rows[tier.row_of[episode.id]]
-    assert memory is not None, "it was found"
-    hits = []
-    for seq in memory.source_seqs:
-        if seq in left_out:
-            continue
-        turn = tenant.turn(seq)
-        lines = [line for its_seq, line in memory.source_messages if its_seq == seq]
-        said = [turn.messages[n] for n in sorted(lines) if n < len(turn.messages)] or turn.messages
-        identity = turn_id(tenant.name, tenant.incarnation, seq)
-        hits.append(Hit(identity, "turn", "\n".join(said), episode.score, turn.timestamp, (seq,)))
     return hits
 
 

@@ -215,7 +215,7 @@ def memory_row(memory: Memory, tenant_key: str, vector: NDArray[np.float16] | No
     for name in ("episode_id", "fact_kind", "prompt_version", "model"):
         if (value := getattr(memory, name)) is not None:
             body[name] = value
-    for name in ("source_messages", "shown_seqs", "supersedes", "deleted"):
+    for name in ("source_messages", "shown_seqs", "supersedes", "links", "deleted"):
         if value := getattr(memory, name):
             body[name] = value
     if memory.generation != 1:
@@ -246,6 +246,7 @@ def memory_of(row: Row) -> Memory:
         source_messages=tuple((seq, line) for seq, line in body.pop("source_messages", ())),
         shown_seqs=tuple(body.pop("shown_seqs", ())),
         supersedes=tuple(body.pop("supersedes", ())),
+        links=tuple(body.pop("links", ())),
         **body,
     )
 

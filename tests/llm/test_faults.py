@@ -110,6 +110,8 @@ def settled_seqs(store: Path) -> dict[str, list[int]]:
         ("eager", {"extract"}),
         ("nemori", {"partition", "narrate"}),
         ("himem", {"segment"}),
+        ("a-mem", {"annotate"}),
+        ("memory-os", {"topic"}),
     ],
 )
 def test_three_in_ten_replies_bad_and_three_in_ten_requests_failing(
@@ -178,6 +180,10 @@ def feed_spoilt(
 
 def told(texts: Sequence[str], policy: PolicyName) -> set[str]:
     """What memories say in the LLM's words: HiMem's episodes are a topic, a summary and their turns."""
+    if policy == "a-mem":
+        return {text.rpartition("\nContext: ")[2] for text in texts}
+    if policy == "memory-os":
+        return {text.rpartition("\nKeywords: ")[0] or text for text in texts}
     parts = [text.split("\n") for text in texts]
     if policy != "himem":
         return set(texts)
@@ -378,7 +384,14 @@ def test_a_server_that_rejects_every_prompt_does_not_park_every_job(log: Path, t
 
 
 # a context that some prompts of the policy need more of, and others less
-CONTEXTS: dict[PolicyName, int] = {"recmem": 1_700, "eager": 1_570, "nemori": 1_700, "himem": 1_550}
+CONTEXTS: dict[PolicyName, int] = {
+    "recmem": 1_700,
+    "eager": 1_570,
+    "nemori": 1_700,
+    "himem": 1_550,
+    "a-mem": 1_620,
+    "memory-os": 1_600,
+}
 
 
 @pytest.mark.parametrize(("policy", "context_tokens"), CONTEXTS.items())

@@ -32,6 +32,8 @@ OPTIONS: dict[str, Mapping[str, Any]] = {
     "recmem without facts": {"policy": "recmem", "ablation": "without-facts"},
     "eager": {"policy": "eager"},
     "nemori, calls of the paper": {"policy": "nemori", "calls": "paper"},
+    "a-mem": {"policy": "a-mem"},
+    "memory-os": {"policy": "memory-os"},
     **{name: variant.options for name, variant in VARIANTS.items() if "k_epi" not in variant.options},
 }
 WORDS = ("boat", "sail", "harbour", "violin", "bow", "bread")
@@ -101,6 +103,8 @@ def policy_settings(name: str, seed: int, theta: float) -> Settings:
         theta_evoke=theta,
         theta_compare=theta,
         window_messages=1 + seed % 6,
+        short_term_pages=1 + seed % 4,
+        heat_threshold=1 + seed % 3,
     )
 
 

@@ -65,6 +65,10 @@ def all_prompts(text: str, date: str | None = "2023-05-08") -> list[Prompt]:
         build.supplement_prompt(text, [memory]),
         build.revise_prompt([memory], [memory]),
         build.sufficiency_prompt(text, "Episodes", [memory], date),
+        build.annotate_prompt(turns[0]),
+        build.connect_prompt(memory, [memory]),
+        build.topic_prompt([memory], turns),
+        build.persona_prompt(turns, [memory]),
         build.answer_prompt(text, [memory], [memory], [memory], date),
     ]
 

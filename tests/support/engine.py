@@ -31,8 +31,10 @@ from undertow.engine.storage.row_codec import control_of, memory_of
 from undertow.engine.tenants.registry import TenantRegistry
 from undertow.prompts.builders import QUERY_OPERATIONS, Prompt
 
+from .oracles.a_mem import OracleAMem
 from .oracles.eager import OracleEager
 from .oracles.himem import OracleHiMem
+from .oracles.memory_os import OracleMemoryOS
 from .oracles.nemori import OracleNemori
 from .oracles.recmem import OracleRecMem
 from .oracles.run import Oracle, OracleDecision, OracleMemory
@@ -43,6 +45,8 @@ ORACLES: Mapping[PolicyName, Callable[..., Oracle]] = {
     "eager": OracleEager,
     "nemori": OracleNemori,
     "himem": OracleHiMem,
+    "a-mem": OracleAMem,
+    "memory-os": OracleMemoryOS,
 }
 
 

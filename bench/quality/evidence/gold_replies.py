@@ -16,10 +16,13 @@ from undertow.engine.estimate.guessed_replies import GuessedReplies, Shown
 from undertow.engine.estimate.stand_ins import GuessingLLM
 from undertow.prompts.reply_schemas import (
     CANDIDATES,
+    CONTEXT_CHARS,
     EPISODE_CHARS,
     FACT_CHARS,
+    PERSONA_LINES,
     REFINED_FACTS,
     STATED_NOTES,
+    SUMMARY_CHARS,
 )
 
 SALIENT_FACTS = 16
@@ -91,6 +94,26 @@ class GoldReplies(GuessedReplies):
     def _reconcile(self, shown: Shown) -> Fields:
         """All are added."""
         return {"decisions": []}
+
+    def _annotate(self, shown: Shown) -> Fields:
+        """What was observed is the context."""
+        told = " ".join(fact for message in shown["Message"] for fact in self._of(message))
+        return {"keywords": [], "tags": [], "context": told[:CONTEXT_CHARS] or "nothing lasting"}
+
+    def _connect(self, shown: Shown) -> Fields:
+        """All notes stay as they are."""
+        return {"links": [], "evolved": []}
+
+    def _topic(self, shown: Shown) -> Fields:
+        """The observations, after those that are stored."""
+        known = [text.rpartition("\nKeywords: ")[0] for text in shown.get("Stored summary", ())]
+        told = " ".join([*known, *(fact for turn in shown["Turns"] for fact in self._of(turn))])
+        return {**super()._topic(shown), "summary": told[:SUMMARY_CHARS].strip() or "small talk"}
+
+    def _persona(self, shown: Shown) -> Fields:
+        found = self._numbered(shown["Turns"], PERSONA_LINES) or [(1, "They talk.")]
+        like = {"kind": "knowledge", "replaces": None}
+        return {"lines": [{"text": fact[:300], "turns": [number], **like} for number, fact in found]}
 
     def _distil(self, shown: Shown) -> Fields:
         found = self._numbered(shown["Messages"], CANDIDATES)

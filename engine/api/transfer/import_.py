@@ -215,6 +215,7 @@ class Import:
             "source_messages": tuple((seq, line) for seq, line in record.source_messages),
             "shown_seqs": tuple(record.shown_seqs),
             "supersedes": tuple(self._renamed("supersedes", i, "fact") for i in record.supersedes),
+            "links": tuple(self._renamed("links", i, record.kind) for i in record.links),
         }
         if record.episode_id is not None:
             fields["episode_id"] = self._renamed("episode_id", record.episode_id, "episode")

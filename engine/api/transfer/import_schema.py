@@ -72,6 +72,7 @@ class MemoryRecord(RecordShape):
     episode_id: Words | None
     fact_kind: Words | None
     supersedes: list[Words]
+    links: list[Words] = []
     prompt_version: Words | None
     model: Words | None
     deleted: bool

@@ -21,8 +21,8 @@ from undertow.engine.policies.base import (
     forgotten,
 )
 from undertow.engine.policies.nemori.knowledge import AskingJob, Management, Origin, Statement
-from undertow.engine.policies.nemori.partition import MessageRef, messages_of, partition_of
-from undertow.engine.policies.work import Steps, as_shown, named, parked
+from undertow.engine.policies.nemori.partition import partition_of
+from undertow.engine.policies.work import MessageRef, Steps, as_shown, messages_of, named, parked
 from undertow.prompts.builders import (
     Prompt,
     ShownMemory,

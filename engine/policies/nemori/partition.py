@@ -7,15 +7,6 @@ from dataclasses import dataclass
 
 from undertow.engine.policies.base import MemoryView
 
-# A message: the seq of its turn, and the index of its line in the turn.
-MessageRef = tuple[int, int]
-
-
-def messages_of(turns: Sequence[int], view: MemoryView) -> tuple[MessageRef, ...]:
-    """All messages of these turns, in order, without those of deleted ones."""
-    kept = [seq for seq in turns if view.exists(seq)]
-    return tuple((seq, line) for seq in kept for line in range(len(view.turn(seq).messages)))
-
 
 def window(turns: Sequence[int], size: int, view: MemoryView) -> tuple[int, ...]:
     """The shortest prefix of `turns` with at least `size` messages; () if there are fewer."""

@@ -25,8 +25,8 @@ from undertow.engine.policies.base import (
 )
 from undertow.engine.policies.nemori.job import WindowJob
 from undertow.engine.policies.nemori.knowledge import Management
-from undertow.engine.policies.nemori.partition import messages_of, window
-from undertow.engine.policies.work import Failed
+from undertow.engine.policies.nemori.partition import window
+from undertow.engine.policies.work import Failed, messages_of
 from undertow.engine.storage.row_codec import LlmJob
 
 

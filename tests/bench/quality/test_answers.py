@@ -103,6 +103,7 @@ HIMEM_CALLS = {"segment": 1, "notes": 1, "traits": 1, "align": 1}
     ("policy", "operations", "tiers", "told_of_it"),
     [
         ("eager", {"extract": 7}, {"facts", "turns"}, {}),
+        ("a-mem", {"annotate": 14, "connect": 13}, {"facts"}, {"k_epi": 0, "k_sem": 10}),
         # fourteen messages are no whole window: it ends with a flush; it shows the turns of the best episodes
         ("nemori", {"partition": 1}, {"episodes", "facts", "turns"}, {"raw_of_best": 2}),
         ("himem", HIMEM_CALLS, {"episodes", "facts"}, {"k_epi": 10, "k_sem": 10}),

@@ -259,6 +259,21 @@ def test_evidence_in_a_budget_of_tokens_beside_turns_alone(tmp_path: Path) -> No
     assert len(lines) == 6 and lines[0]["prompt_tokens"] < lines[1]["prompt_tokens"]
 
 
+@pytest.mark.parametrize(("policy", "kind"), [("a-mem", "facts"), ("memory-os", "episodes")])
+def test_the_systems_of_other_papers_are_measured_the_same_way(
+    policy: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNDERTOW_SHORT_TERM_PAGES", "1")
+    talked = talk(["I moved to Lisbon.", "Good.", "My cat is old.", "Oh."], "Ann", "Ben")
+    asked = [{**question("Where did Ann move?", 4, "D1:1"), "answer": "Lisbon"}]
+    facts = observed(("Ann moved to Lisbon.", "D1:1"))
+    path = written(tmp_path, conversation(conversation=talked, qa=asked, observation=facts))
+    options = ("--tokens", "200", "--policy", policy, "--gold-memories")
+    told = evaluated(path, tmp_path / "out", *options).doc
+    shares = {row["system"]: row["evidence"]["all"] for row in told["systems"]}
+    assert shares[policy] == 1.0 and told["built"][policy][kind] > 0
+
+
 def test_a_memory_tells_of_evidence_by_its_words(tmp_path: Path) -> None:
     sample = only(written(tmp_path, conversation()))
     telling, asked = Telling(sample), sample.questions[0]

@@ -107,12 +107,15 @@ def test_words_in_a_memory_that_does_not_name_their_turn_go_with_the_turn(
         ("nemori", "narrate"),
         ("himem", "segment"),
         ("himem", "traits"),
+        ("a-mem", "annotate"),
+        ("a-mem", "connect"),
+        ("memory-os", "topic"),
     ],
 )
 def test_a_turn_deleted_while_the_llm_reads_it_leaves_no_byte(
     policy: PolicyName, operation: str, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {**ALONE, "policy": policy, "window_messages": 4}
+    options: dict[str, Any] = {**ALONE, "policy": policy, "window_messages": 4, "short_term_pages": 2}
     options |= {"calls": "paper"} if operation == "refine" else {}
     llm = HeldLLM(MockReplies(2))
     texts = ["the boat and the harbour", f"the boat of the {MARKER}", *[f"the boat {n}" for n in range(6)]]

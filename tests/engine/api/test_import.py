@@ -56,11 +56,14 @@ CHANGE = ("change policy", 1)
 CHANGED = [CHANGE, ("add", 3), ("delete turn", 3), ("drain", 0), ("delete turn", 2), ("update memory", 1)]
 BROKEN_OFF = [("delete turn", 4), CHANGE, ("add", 7), ("change policy", 0), ("add", 9), ("drain", 0)]
 UNDER_WAY = [CHANGE, *[("step", 0)] * 8]
+PEERS = [*[("add", n) for n in range(8)], ("drain", 0), ("delete turn", 1), ("drain", 0), ("add", 9)]
 ASKED = [("flush", 0), ("drain", 0), ("ask", 0), ("ask", 1), ("drain", 0), ("ask", 2)]
 
 
 @example(life=UNDER_WAY, limit=1000, policy="recmem", vectors=False)
 @example(life=ASKED, limit=1000, policy="himem", vectors=False)
+@example(life=PEERS, limit=1000, policy="a-mem", vectors=False)
+@example(life=PEERS, limit=1000, policy="memory-os", vectors=False)
 @example(life=CHANGED, limit=1000, policy="recmem", vectors=False)
 @example(life=BROKEN_OFF, limit=7, policy="recmem", vectors=False)
 @example(

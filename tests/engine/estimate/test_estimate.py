@@ -60,6 +60,7 @@ EXACT: dict[str, tuple[Settings, float, set[str], set[str]]] = {
     "RecMem without merges": (under("recmem"), 1.0, {"episode"}, set()),
     "RecMem's paper without merges": (under("recmem", calls="paper"), 1.0, {"episode"}, {"episode"}),
     "eager": (under("eager"), 0.0, {"extract"}, {"extract"}),
+    "A-Mem": (under("a-mem"), 0.0, {"annotate", "connect"}, {"annotate"}),
     "NEMORI": (under("nemori"), 0.0, {"partition", "narrate", "select", "predict", "distil"}, {"partition"}),
     "NEMORI without partition": (
         under("nemori", ablation="fixed-chunks", window_messages=14),
@@ -107,6 +108,8 @@ def test_what_does_not_depend_on_replies_equals_a_run_of_the_engine(case: str) -
         (under("nemori", ablation="direct-extraction"), {"partition", "distil_direct", "consolidate"}),
         (under("himem"), {"segment", "notes"}),
         (under("himem", himem_align_notes=False), {"segment", "notes", "traits"}),
+        (under("a-mem"), {"annotate", "connect"}),
+        (under("memory-os"), {"topic", "persona"}),
     ],
 )
 def test_each_policy_and_ablation_asks_for_its_own_operations(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -73,7 +74,7 @@ def locomo() -> Turns:
 
 @pytest.fixture(scope="module", params=[*get_args(PolicyName), "paper"])
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    shared = {**THETA, "window_messages": 6, "theta_evoke": 0.5}
+    shared = {**THETA, "window_messages": 6, "theta_evoke": 0.5, "heat_threshold": 2.0}
     if request.param == "paper":
         return {**shared, "policy": "recmem", "profile": "paper"}
     return {
@@ -104,8 +105,7 @@ def only(run: Run, names: tuple[str, ...]) -> Run:
 
 def test_the_runs_contain_every_kind_of_decision(expected: Run, options: dict[str, Any]) -> None:
     if options["policy"] != "recmem":
-        checks = {"eager": check_eager_runs, "nemori": check_nemori_runs, "himem": check_himem_runs}
-        checks[options["policy"]](expected)
+        CHECKS[options["policy"]](expected)
         return
     for tenant, decisions in expected.decisions.items():
         seen = Counter(d.decision for d in decisions)
@@ -150,6 +150,27 @@ def check_eager_runs(run: Run) -> None:
         assert operations == {"extract", "reconcile"}
 
 
+def check_a_mem_runs(run: Run) -> None:
+    for tenant, decisions in run.decisions.items():
+        assert {d.decision for d in decisions} == {"fired", "parked"}, tenant
+        versions = run.versions[tenant]
+        assert any(m.version > 2 and m.shown for m in versions), "notes that evolve again"
+        assert any(len(m.links) > 1 for m in versions)
+        assert {p.operation for p in run.prompts[tenant]} == {"annotate", "connect"}
+
+
+def check_memory_os_runs(run: Run) -> None:
+    for tenant, decisions in run.decisions.items():
+        assert {d.decision for d in decisions} == {"waits", "fired", "parked"}, tenant
+        versions = run.versions[tenant]
+        assert sum(m.kind == "episode" and m.version == 1 for m in versions) > 1, "several segments"
+        assert any(m.kind == "episode" and m.version > 3 for m in versions), "pages that join"
+        assert {p.operation for p in run.prompts[tenant]} == {"topic", "persona"}
+    lines = [m for versions in run.versions.values() for m in versions if m.kind == "fact"]
+    assert {m.fact_kind for m in lines} == {"profile", "knowledge", "agent"}
+    assert any(m.version > 1 and m.text for m in lines), "told again"
+
+
 def check_nemori_runs(run: Run) -> None:
     for tenant, decisions in run.decisions.items():
         seen = Counter((d.decision, bool(d.settled)) for d in decisions)
@@ -173,6 +194,15 @@ def check_himem_runs(run: Run) -> None:
         assert operations == {"segment", "notes"}
 
 
+CHECKS: Mapping[str, Callable[[Run], None]] = {
+    "eager": check_eager_runs,
+    "nemori": check_nemori_runs,
+    "himem": check_himem_runs,
+    "a-mem": check_a_mem_runs,
+    "memory-os": check_memory_os_runs,
+}
+
+
 @pytest.mark.parametrize(
     ("batch_turns", "seed", "names"), [(7, 1, LONG), (None, 2, LONG), (512, None, SHORT), (1, 3, LONG)]
 )
@@ -186,8 +216,8 @@ def test_any_batch_and_interleaving_gives_what_one_by_one_gives(
     options: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    if options["policy"] == "nemori":
-        names = names[: 2 if batch_turns == 7 else 1]  # eight calls a window of three turns
+    if options["policy"] in ("nemori", "a-mem"):  # eight calls a window of three turns, and four a turn
+        names = names[: 2 if batch_turns == 7 else 1]
     settings = settings_of(**options, batch_turns=batch_turns)
     turns = interleaved({name: locomo[name] for name in names}, seed)
     assert_same(engine_run(tmp_path, settings, encoder, REPLIES, turns), only(expected, names))
@@ -260,7 +290,7 @@ def test_closing_and_reopening_in_the_middle_changes_nothing(
     with opened(tmp_path, settings, encoder, None) as engine:
         assert figures(engine, MIDDLE) == live
     assert live[0]["facts"] and live[0]["dead_letters"]
-    assert bool(live[0]["episodes"]) == (options["policy"] != "eager")
+    assert bool(live[0]["episodes"]) == (options["policy"] not in ("eager", "a-mem"))
 
 
 def test_without_an_llm_at_first_the_end_state_is_the_same(
@@ -343,6 +373,8 @@ def worlds(draw: st.DrawFn) -> tuple[Settings, TableEncoder, MockReplies, Turns]
     texts = [turn.text for of_tenant in turns.values() for turn in of_tenant]
     table = dict(zip(texts, pool[rng.integers(0, len(pool), len(texts))], strict=True))
     settings = settings_of(
+        short_term_pages=draw(st.sampled_from([1, 7])),
+        heat_threshold=draw(st.sampled_from([1, 5])),
         **draw(st.sampled_from(get_args(PolicyName)).flatmap(lambda name: st.sampled_from(ways(name)))),
         theta_sim=threshold(rng, pool, 1),
         theta_merge=threshold(rng, pool, 2),

@@ -33,7 +33,14 @@ OTHERS = ("bob", "cleo")
 
 
 # of each tenant in a store of the policy
-TURNS: dict[PolicyName, int] = {"recmem": 30, "eager": 9, "nemori": 12, "himem": 12}
+TURNS: dict[PolicyName, int] = {
+    "recmem": 30,
+    "eager": 9,
+    "nemori": 12,
+    "himem": 12,
+    "a-mem": 6,
+    "memory-os": 30,
+}
 
 
 SETTINGS: dict[str, Any] = {**THETA, **WINDOWS, "encoder": "hash:384"}

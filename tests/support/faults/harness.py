@@ -119,13 +119,18 @@ def assert_same_state(state: State, expected: State) -> None:
 
 # in which every policy's windows close within a short log; nothing to those that have none
 # Windows that short logs fill: those of NEMORI, and of the turns that RecMem reads besides what recurs.
-WINDOWS: dict[str, Any] = {"window_messages": 8, "salience_turns": 8, "quiet_share": 0.5}
+WINDOWS: dict[str, Any] = {
+    **{"window_messages": 8, "salience_turns": 8, "quiet_share": 0.5},
+    **{"short_term_pages": 2, "heat_threshold": 2},
+}
 # kinds of records and decisions that a log of `write_log` makes under each policy
 KINDS: Mapping[PolicyName, set[str]] = {
     "recmem": {"merged", "fired", "waits", "episode", "fact"},
     "eager": {"fired", "fact"},
     "nemori": {"fired", "waits", "episode", "fact"},
     "himem": {"fired", "waits", "episode", "fact"},
+    "a-mem": {"fired", "fact"},
+    "memory-os": {"fired", "waits", "episode", "fact"},
 }
 
 # each policy before a change, and after one
@@ -135,6 +140,9 @@ CHANGES: tuple[tuple[PolicyName, PolicyName], ...] = (
     ("recmem", "nemori"),
     ("nemori", "himem"),
     ("himem", "eager"),
+    ("eager", "a-mem"),
+    ("a-mem", "memory-os"),
+    ("memory-os", "recmem"),
 )
 
 

@@ -21,8 +21,8 @@ from undertow.bench.mock.replies import Messages, share
 from undertow.bench.mock.server import MockServer
 
 POISON = "wormwood"  # in every text of every bad reply
-TEXTS = ("text", "narrative", "prediction", "topic", "summary")
-LISTS = ("episodes", "facts", "decisions", "notes", "changes")
+TEXTS = ("text", "narrative", "prediction", "topic", "summary", "context")
+LISTS = ("episodes", "facts", "decisions", "notes", "changes", "evolved", "lines")
 CUT, WITHHELD = f"{POISON} cut", f"{POISON} withheld"
 
 
@@ -96,8 +96,9 @@ def _texts_in(reply: dict[str, Any]) -> Iterator[str]:
         yield f"{' '.join(reply['cue'].split())}\n{reply['narrative'].strip()}"
     if reply.get("action") == "merge":
         yield reply["text"].strip()
+    yield from (reply[name].strip() for name in ("summary", "context") if name in reply)
     for item in [item for kind in LISTS for item in reply.get(kind, [])]:
-        yield from (item[name].strip() for name in ("text", "topic", "summary") if name in item)
+        yield from (item[name].strip() for name in ("text", "topic", "summary", "context") if name in item)
 
 
 class SpoiltServer(MockServer):

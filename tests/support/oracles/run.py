@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,6 @@ from undertow.engine.base.model import Memory, Turn
 from undertow.engine.encoders.base import Encoder
 from undertow.engine.llm.client import LLMClient
 from undertow.prompts.builders import Prompt
-from undertow.prompts.reply_schemas import Reply
 
 Whole = NDArray[np.int64]
 
@@ -70,6 +69,7 @@ class OracleMemory:
     source_messages: tuple[tuple[int, int], ...] = ()
     shown: tuple[int, ...] = ()
     fact_kind: str | None = None
+    links: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, memory: Memory) -> OracleMemory:
@@ -121,7 +121,7 @@ class Oracle:
         self._last_time[turn.session_id] = time
         return replace(turn, timestamp=time)
 
-    def _ask(self, prompt: Prompt) -> Reply | str:
+    def _ask(self, prompt: Prompt) -> Any:
         self.prompts.append(prompt)
         return self._llm.submit(prompt, tenant=self.tenant).result().reply
 

@@ -18,7 +18,7 @@ REPLIES = MockReplies(1, refusal_rate=0.3, empty_rate=0.15)
 
 
 # windows that close within these logs, as do sessions
-WINDOW = {"window_messages": 7}
+WINDOW = {"window_messages": 7, "short_term_pages": 2, "heat_threshold": 2}
 
 
 def topical(tenant: str, count: int, start: int = 0) -> list[Turn]:

@@ -1,0 +1,83 @@
+"""A-Mem: each message becomes a note that is linked to similar ones and changes them (A-MEM, section 3).
+
+After Xu et al. 2025 (arXiv 2502.12110): two LLM calls a message, `annotate` for the note (3.1) and `connect`
+for its links (3.2) and the evolution of its neighbours (3.3). docs/policies/a-mem.md lists our choices.
+"""
+
+from __future__ import annotations
+
+from undertow.engine.base.model import Decision, Memory
+from undertow.engine.policies.a_mem.notes import NoteJob
+from undertow.engine.policies.base import (
+    Decide,
+    Draft,
+    MemoryView,
+    Policy,
+    PolicyResult,
+    PromptBudget,
+    Tiers,
+    deletion,
+    forgotten,
+)
+from undertow.engine.policies.work import Failed, parked
+from undertow.engine.storage.row_codec import LlmJob
+
+
+class AMem(Policy):
+    """Stateless: its only input is the MemoryView and the results of effects."""
+
+    name = "a-mem"
+    # Section 4: k = 10, and the notes that they are linked to (3.4). Notes contain their messages.
+    tiers = Tiers(k_epi=0, k_sem=10, consolidated=False, linked=True)
+
+    def __init__(self, budget: PromptBudget) -> None:
+        self._budget = budget
+
+    def decide(self, seq: int, memory: MemoryView) -> Decide:
+        """A note for each message of the turn, in order."""
+        job = NoteJob(seq, memory, self._budget)
+        try:
+            for message in job.messages((seq,)):
+                yield from job.write(message)
+        except Failed as error:
+            return parked(error, job.operation, (seq,))
+        return PolicyResult(Decision.FIRED, cluster=(seq,), settled=(seq,), drafts=tuple(job.drafts))
+
+    def rerun(self, seq: int, job: LlmJob, turns: tuple[int, ...], memory: MemoryView) -> Decide:
+        """Notes of the messages that have none, and never had one that a user deleted."""
+        work = NoteJob(seq, memory, self._budget)
+        notes = (*memory.current("fact"), *memory.ended("fact"))
+        noted = {message for note in notes for message in note.source_messages}
+        try:
+            for message in work.messages(turns):
+                if message not in noted:
+                    yield from work.write(message)
+        except Failed as error:
+            return parked(error, work.operation, turns)
+        return PolicyResult(Decision.FIRED, cluster=turns, drafts=tuple(work.drafts))
+
+    def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
+        """Delete the notes of a turn; construct those again that evolved in its sight.
+
+        What links and contexts owed to the deleted notes does not come back otherwise.
+        """
+        job = NoteJob(seq, memory, self._budget)
+        shaken = [note for note in memory.current("fact") if turn_seq in note.reach]
+        # The history of notes deleted before still has the words: another deletion redacts it.
+        ended = [note for note in memory.ended("fact") if turn_seq in note.reach]
+        gone = tuple(Draft(m, None) for m in self._gone(seq, shaken, ended))
+        kept = [note for note in shaken if turn_seq not in note.source_seqs and job.said(note) is not None]
+        lost = [note for note in shaken if note not in kept]
+        job.drafts += [Draft(m, None) for m in self._gone(seq, lost, ended)]
+        try:
+            for note in kept:
+                yield from job.rewrite(note, frozenset(one.id for one in lost))
+        except Failed as error:
+            # They must go even if they cannot be constructed again yet.
+            rest = tuple(sorted({s for note in kept for s in note.source_seqs}))
+            return parked(error, job.operation, rest, drafts=gone)
+        return PolicyResult(Decision.FIRED, drafts=tuple(job.drafts))
+
+    @staticmethod
+    def _gone(seq: int, notes: list[Memory], ended: list[Memory]) -> list[Memory]:
+        return [forgotten(note, seq) for note in notes] + [deletion(note, seq) for note in ended]

@@ -1,0 +1,101 @@
+"""A-Mem for one tenant as a plain program: one message after the other, lists and exact integers.
+
+As oracle: nothing of how the engine works, only its prompts' wording, encoder, ids and LLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import Turn, memory_id
+from undertow.engine.encoders.base import Encoder
+from undertow.engine.llm.client import BadReply, LLMClient
+from undertow.prompts.builders import Prompt, ShownMemory, ShownTurn, annotate_prompt, connect_prompt
+
+from .run import Oracle, OracleDecision, OracleMemory, exact_dot
+
+NEIGHBOURS = 5
+
+
+class OracleAMem(Oracle):
+    """Takes the turns of one tenant in order of seq; `decisions`, `versions`, `prompts` tell what came."""
+
+    def __init__(self, tenant: str, encoder: Encoder, llm: LLMClient, settings: Settings) -> None:
+        super().__init__(tenant, encoder, llm)
+        self._room = settings.context_tokens - settings.reply_tokens
+        self._words: dict[str, str] = {}  # by id of a note: its message
+
+    def take(self, seq: int, turn: Turn) -> None:
+        """A note for each message; if one fails, none."""
+        turn = self._dated(turn)
+        before = len(self.versions)
+        what = "fired"
+        try:
+            for line, message in enumerate(turn.messages):
+                self._note(seq, line, f"{message.speaker}: {message.content}", turn.timestamp)
+        except BadReply:
+            del self.versions[before:]
+            what = "parked"
+        self.decisions.append(OracleDecision(seq, what, False, None, None, (seq,), (seq,)))
+
+    def current(self) -> list[OracleMemory]:
+        """The newest version of each note, in order of birth."""
+        newest = {note.id: note for note in self.versions}
+        return sorted(newest.values(), key=lambda note: (note.born_at_seq, note.ordinal))
+
+    def _note(self, seq: int, line: int, said: str, time: str | None) -> None:
+        text = self._text(said, self._ask(annotate_prompt(ShownTurn(1, time, said))))
+        vector = self._embed(text)
+        near = sorted(self.current(), key=lambda n: -exact_dot(vector, self._embed(n.text)))[:NEIGHBOURS]
+        near = self._with_room(time, text, near)
+        links: list[Any] = []
+        changes: list[Any] = []
+        if near:
+            reply = self._ask(self._prompt(time, text, near))
+            links, changes = reply.links, reply.evolved
+        named = dict.fromkeys(links) if all(1 <= n <= len(near) for n in links) else {}
+        identity = memory_id(self.tenant, 1, seq, "fact", line)
+        self._words[identity] = said
+        new = OracleMemory(identity, "fact", 1, text, (seq,), seq, seq, line, time)
+        ids = tuple(near[n - 1].id for n in named)
+        self.versions.append(replace(new, source_messages=((seq, line),), links=ids))
+        seen = {seq}
+        for note in near:
+            seen |= {*note.sources} if note.shown else {*note.sources, *note.shown}
+        for number, note in enumerate(near, 1):
+            mine = [change for change in changes if change.note == number][:1]
+            for change in mine:
+                self._evolve(seq, note, self._text(self._words[note.id], change), seen)
+
+    def _evolve(self, seq: int, note: OracleMemory, text: str, seen: set[int]) -> None:
+        if text != note.text:
+            shown = tuple(sorted({*note.shown, *seen} - {*note.sources}))
+            newer = replace(note, version=note.version + 1, made_at_seq=seq, text=text, shown=shown)
+            self.versions.append(newer)
+
+    def _with_room(self, time: str | None, text: str, near: list[OracleMemory]) -> list[OracleMemory]:
+        if self._prompt(time, text, near).size_tokens <= self._room:
+            return near
+        kept: list[OracleMemory] = []
+        for note in near:
+            if self._prompt(time, text, [*kept, note]).size_tokens <= self._room:
+                kept.append(note)
+        return kept
+
+    def _prompt(self, time: str | None, text: str, near: list[OracleMemory]) -> Prompt:
+        """A note that changed in sight of other turns is shown as its message alone."""
+        shown = [
+            ShownMemory(n, note.timestamp, self._words[note.id] if note.shown else note.text)
+            for n, note in enumerate(near, 1)
+        ]
+        return connect_prompt(ShownMemory(1, time, text), shown)
+
+    @staticmethod
+    def _text(said: str, about: Any) -> str:
+        keywords, tags, context = (
+            ", ".join(" ".join(word.split()) for word in words)
+            for words in (about.keywords, about.tags, [about.context])
+        )
+        return f"{said}\nKeywords: {keywords}\nTags: {tags}\nContext: {context}"
