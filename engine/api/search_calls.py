@@ -37,6 +37,7 @@ from undertow.engine.search.ranking import (
     Ranked,
     Ranker,
     Window,
+    blended,
     live_turns,
     turn_hits,
     with_words,
@@ -145,8 +146,12 @@ class SearchCalls(ABC):
             raise ValueError("the query is empty. Give some words to search for.")
         if len(text) > MAX_QUERY_CHARS:
             raise ValueError(f"the query has {len(text):,} characters. Ask in at most {MAX_QUERY_CHARS:,}.")
-        with self.trace.span("encode_query", texts=1):
+        hybrid = self.settings.search == "hybrid"
+        telling = self.ranker.telling_words(of, text) if hybrid else None
+        with self.trace.span("encode_query", texts=1 if telling is None else 2):
             vector = self._texts.encode_query(tenant, text)
+            if telling is not None:
+                vector = blended(vector, self._texts.encode_query(tenant, telling))
         with self.trace.span("rank", asks=1):
             return self.ranker.rank(
                 of,
@@ -156,7 +161,7 @@ class SearchCalls(ABC):
                 k_sem=tiers.k_sem,
                 window=window,
                 where=where,
-                words=text if self.settings.search == "hybrid" else "",
+                words=text if hybrid else "",
                 consolidated=tiers.consolidated,
             )
 
