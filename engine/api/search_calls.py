@@ -149,9 +149,8 @@ class SearchCalls(ABC):
         hybrid = self.settings.search == "hybrid"
         telling = self.ranker.telling_words(of, text) if hybrid else None
         with self.trace.span("encode_query", texts=1 if telling is None else 2):
-            vector = self._texts.encode_query(tenant, text)
-            if telling is not None:
-                vector = blended(vector, self._texts.encode_query(tenant, telling))
+            vector, *rest = self._texts.encode_queries(tenant, [text] if telling is None else [text, telling])
+            vector = blended(vector, *rest) if rest else vector
         with self.trace.span("rank", asks=1):
             return self.ranker.rank(
                 of,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -268,14 +269,14 @@ def test_words_that_most_turns_have_tell_none_apart(tmp_path: Path) -> None:
         assert telling(of, "Which Boat has the user painted?") == "Boat painted", "each turn has a user"
         assert telling(of, "Which boat?") is None and telling(of, "the user") is None
         sent: list[str] = []
-        encode = engine._texts.encode_query
+        encode = engine._texts.encode_queries
 
-        def heard(tenant: str, text: str) -> NDArray[np.float16]:
-            sent.append(text)
-            return encode(tenant, text)
+        def heard(tenant: str, texts: Sequence[str]) -> NDArray[np.float16]:
+            sent.extend(texts)
+            return encode(tenant, texts)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine._texts, "encode_query", heard)
+            patch.setattr(engine._texts, "encode_queries", heard)
             hits(engine, "ann", "Which Boat has the user painted?")
         assert sent == ["Which Boat has the user painted?", "Boat painted"]
 
