@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,10 @@ Float64s = NDArray[np.float64]
 Int32s = NDArray[np.int32]
 Uint32s = NDArray[np.uint32]
 Int64s = NDArray[np.int64]
+
+# Terms uint32 [n] -> their related terms, uint32 [n, most], the closest first, and how close each is, float64
+# [n, most] in [0, 1]; 0 where there are no more.
+Related = Callable[[Uint32s], tuple[Uint32s, Float64s]]
 
 # Saturation of term frequency, and length normalisation: the usual values.
 K1, B = 1.2, 0.75
@@ -39,6 +43,8 @@ _COMPARED = 1 << 20
 @lean
 def _score(
     asked: Uint32s,
+    related: Uint32s,
+    closeness: Float64s,
     terms: Uint32s,
     docs: Int32s,
     counts: Int32s,
@@ -49,44 +55,72 @@ def _score(
     length_of_doc: Int32s,
     texts: int,
     total_length: int,
+    owner: Int32s,
+    best: Float64s,
     out: Float64s,
 ) -> None:
-    """Add up the scores of the asked terms, each once, in `out` [rows], as shares of the maximum."""
-    most = 0.0
-    for term in asked:
-        start, stop = _first(terms, int(term)), _first(terms, int(term) + 1)
-        holders = 0
-        for i in range(start, stop):
-            holders += row_of_doc[docs[i]] != _GONE
-        for i in range(new_terms.shape[0]):
-            holders += new_terms[i] == term and row_of_doc[new_docs[i]] != _GONE
+    """Add up the scores of the asked terms, each once, in `out` [rows], as shares of the maximum.
+
+    For an asked term the best of it and of its `related` terms counts, [asked, n] with their `closeness`, 0
+    for none. `owner` and `best`, [rows] of -1 and of anything: the last term found in a row, and its score.
+    """
+    most, per_length = 0.0, texts / total_length
+    for n in range(asked.shape[0]):
+        holders = _holders(asked[n], terms, docs, new_terms, new_docs, row_of_doc)
         weight = math.log1p((texts - holders + 0.5) / (holders + 0.5))
         most += weight
-        if not holders:
-            continue
-        for i in range(start, stop):
-            _add(out, weight, docs[i], counts[i], row_of_doc, length_of_doc, texts / total_length)
-        for i in range(new_terms.shape[0]):
-            if new_terms[i] == term:
-                _add(out, weight, new_docs[i], new_counts[i], row_of_doc, length_of_doc, texts / total_length)
+        for r in range(-1, related.shape[1]):
+            term, worth = asked[n], weight
+            if r >= 0:
+                if closeness[n, r] == 0.0:
+                    break
+                term = related[n, r]
+                holders = _holders(term, terms, docs, new_terms, new_docs, row_of_doc)
+                worth = closeness[n, r] * min(weight, math.log1p((texts - holders + 0.5) / (holders + 0.5)))
+            if not holders:
+                continue
+            for i in range(_first(terms, int(term)), _first(terms, int(term) + 1)):
+                score = worth * _saturated(docs[i], counts[i], length_of_doc, per_length)
+                _offer(out, owner, best, row_of_doc[docs[i]], n, score)
+            for i in range(new_terms.shape[0]):
+                if new_terms[i] == term:
+                    score = worth * _saturated(new_docs[i], new_counts[i], length_of_doc, per_length)
+                    _offer(out, owner, best, row_of_doc[new_docs[i]], n, score)
     if most:
         out /= most
 
 
 @lean
-def _add(
-    out: Float64s,
-    weight: float,
-    doc: int,
-    count: int,
-    row_of_doc: Int32s,
-    length_of_doc: Int32s,
-    per_length: float,
-) -> None:
-    """Add one term's score for a text, unless that was removed. `per_length`: 1 / the mean length."""
-    if row_of_doc[doc] != _GONE:
-        norm = K1 * (1 - B + B * length_of_doc[doc] * per_length)
-        out[row_of_doc[doc]] += weight * (count / (count + norm))
+def _holders(
+    term: int, terms: Uint32s, docs: Int32s, new_terms: Uint32s, new_docs: Int32s, row_of_doc: Int32s
+) -> int:
+    """The number of texts that have the term."""
+    holders = 0
+    for i in range(_first(terms, int(term)), _first(terms, int(term) + 1)):
+        holders += row_of_doc[docs[i]] != _GONE
+    for i in range(new_terms.shape[0]):
+        holders += new_terms[i] == term and row_of_doc[new_docs[i]] != _GONE
+    return holders
+
+
+@lean
+def _saturated(doc: int, count: int, length_of_doc: Int32s, per_length: float) -> float:
+    """What a term's frequency in a text counts, below 1. `per_length`: 1 / the mean length."""
+    saturated: float = count / (count + K1 * (1 - B + B * length_of_doc[doc] * per_length))
+    return saturated
+
+
+@lean
+def _offer(out: Float64s, owner: Int32s, best: Float64s, row: int, n: int, score: float) -> None:
+    """Raise a row's score for the asked term `n`, unless the text was removed or has scored higher for it."""
+    if row == _GONE:
+        return
+    if owner[row] != n:
+        owner[row] = n
+        best[row] = 0.0
+    if score > best[row]:
+        out[row] += score - best[row]
+        best[row] = score
 
 
 @lean
@@ -128,6 +162,10 @@ def add_context(
     for row in range(shares.shape[0]):
         if shares[row]:
             shares[row] += min(shares[row], stretch_share * most[stretch[row]])
+
+
+def none_related(terms: Uint32s) -> tuple[Uint32s, Float64s]:
+    return np.empty((len(terms), 0), np.uint32), np.empty((len(terms), 0))
 
 
 class Bm25:
@@ -172,17 +210,21 @@ class Bm25:
             self._row_of_doc[doc] = _GONE
             self._total_length -= self._length_of_doc[doc]
 
-    def scores(self, terms: Sequence[int], rows: int) -> Float64s:
+    def scores(self, terms: Sequence[int], rows: int, related: Related = none_related) -> Float64s:
         """float64 [rows]: each row's BM25 score as a share of the maximum for this query, in [0, 1).
 
         The maximum makes queries of any length and segments of any size comparable. It includes terms that
-        no text has: a query of such words cannot be answered by keywords.
+        no text has: a query of such words cannot be answered by keywords. A text that has a term's related
+        one in its place gets its closeness of the score that the rarer of the two does not exceed.
         """
         asked = np.fromiter(dict.fromkeys(terms), np.uint32)
-        self._sort_in(most=min(_UNSORTED, _COMPARED // max(1, len(asked))))
+        near, closeness = related(asked)
+        self._sort_in(most=min(_UNSORTED, _COMPARED // max(1, len(asked) * (1 + near.shape[1]))))
         out = np.zeros(rows)
         _score(
             asked,
+            near,
+            closeness,
             self._terms,
             self._docs,
             self._counts,
@@ -193,9 +235,24 @@ class Bm25:
             np.frombuffer(self._length_of_doc, np.int32),
             len(self),
             self._total_length,
+            np.full(rows, -1, np.int32),
+            np.empty(rows),
             out,
         )
         return out
+
+    def common(self, terms: Sequence[int]) -> set[int]:
+        """Those of the terms that more than half of the texts have."""
+        row_of_doc = np.frombuffer(self._row_of_doc, np.int32)
+        new_terms, new_docs = (
+            np.frombuffer(self._new_terms, np.uint32),
+            np.frombuffer(self._new_docs, np.int32),
+        )
+        held = {
+            term: _holders(term, self._terms, self._docs, new_terms, new_docs, row_of_doc)
+            for term in set(terms)
+        }
+        return {term for term, holders in held.items() if 2 * holders > len(self)}
 
     def sort_in(self) -> None:
         """Sort in new postings once there are enough, without those of removed texts.

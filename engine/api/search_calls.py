@@ -41,6 +41,7 @@ from undertow.engine.search.ranking import (
     Ranked,
     Ranker,
     Window,
+    blended,
     live_turns,
     turn_hits,
 )
@@ -148,18 +149,22 @@ class SearchCalls(ABC):
             raise ValueError("the query is empty. Give some words to search for.")
         if len(text) > MAX_QUERY_CHARS:
             raise ValueError(f"the query has {len(text):,} characters. Ask in at most {MAX_QUERY_CHARS:,}.")
-        words = text if self.settings.search == "hybrid" else ""
+        hybrid = self.settings.search == "hybrid"
+        telling = self.ranker.telling_words(of, text) if hybrid else None
         counts: dict[str, Any] = {"k_sub": tiers.k_sub, "k_epi": tiers.k_epi, "k_sem": tiers.k_sem}
         narrowed: dict[str, Any] = {"window": window, "where": where, "consolidated": tiers.consolidated}
         outage = None
         try:
-            with self.trace.span("encode_query", texts=1):
-                vector = self._texts.encode_query(tenant, text)
+            with self.trace.span("encode_query", texts=1 if telling is None else 2):
+                texts = [text] if telling is None else [text, telling]
+                vector, *rest = self._texts.encode_queries(tenant, texts)
+                vector = blended(vector, *rest) if rest else vector
         except EncoderDown as down:
-            if not (words and self.ranker.by_words(of) and math.isfinite(down.silent_s)):
+            if not (hybrid and self.ranker.by_words(of) and math.isfinite(down.silent_s)):
                 raise
             outage, vector = down, np.zeros(self.journal.info.dim, np.float16)
         with self.trace.span("rank", asks=1):
+            words = text if hybrid else ""
             ranked = self.ranker.rank(of, vector, **counts, **narrowed, words=words)
         if outage is None:
             return ranked

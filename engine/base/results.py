@@ -44,7 +44,7 @@ class Receipt:
 class Hit:
     """A search hit and its sources.
 
-    `score`: the cosine to the query, raised towards 1 by the words they share (search/ranking.py `raised`).
+    `score`: the cosine to the query, raised towards 1 by shared words and neighbours (kernels/topk).
     """
 
     id: str

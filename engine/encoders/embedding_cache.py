@@ -46,17 +46,17 @@ class EmbeddingCache:
         """Embed text i for tenant i: float16 [n, dim]. ValueError if the lengths differ."""
         return self.embed(tenants, texts).host
 
-    def encode_query(self, tenant: str, text: str) -> Float16:
-        """Embed a text to search a tenant with: float16 [dim]."""
+    def encode_queries(self, tenant: str, texts: Sequence[str]) -> Float16:
+        """Embed texts to search a tenant with, in one call: float16 [n, dim]."""
         if self._query_encoder is None:
-            vectors = self.encode([tenant], [text])
-        elif known := self._recall([key := (tenant, text, "query")]):
-            return known[0]
-        else:
-            vectors = self._measured(self._query_encoder.encode_queries, [text])
-            self._remember([key], vectors)
-        vector: Float16 = vectors[0]
-        return vector
+            return self.encode([tenant] * len(texts), texts)
+        keys: list[Key] = [(tenant, text, "query") for text in texts]
+        known = self._recall(keys)
+        if len(known) == len(texts):
+            return np.stack([known[i] for i in range(len(texts))])
+        vectors = self._measured(self._query_encoder.encode_queries, texts)
+        self._remember(keys, vectors)
+        return vectors
 
     def embed(self, tenants: Sequence[str], texts: Sequence[str]) -> Encoded:
         """As `encode`, and on the device too if the encoder leaves vectors there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Container
 
 from undertow.engine.search.irregular_forms import BASE_FORMS
 
@@ -38,6 +39,11 @@ class Analyzer(dict[str, int]):
     def of(self, text: str) -> list[int]:
         """The terms of a text, in order, with repeats."""
         return [term for word in _words(text.lower()) if (term := self[word]) != _NO_TERM]
+
+    def without(self, text: str, left_out: Container[int]) -> str:
+        """The words of a text that are terms, but for those left out, as they are written."""
+        kept = (w for w in _WORDS.findall(text) if (t := self[w.lower()]) != _NO_TERM and t not in left_out)
+        return " ".join(kept)
 
     def __missing__(self, word: str) -> int:
         term = self[word] = _NO_TERM if word in _FUNCTION_WORDS else zlib.crc32(root(word).encode())

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from undertow.engine.base.model import Memory, MemoryKind
 from undertow.engine.base.timestamps import day_in_words
 from undertow.engine.search.analyzer import Analyzer
+from undertow.engine.search.related_words import related
 from undertow.engine.storage.row_codec import spoken_in
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.bm25 import Bm25, Float64s, add_context
@@ -48,14 +49,28 @@ class TurnWords:
         self._places: Places | None = None
         self._deleted = 0
 
-    def shares(self, tenant: Tenant, query: Sequence[int]) -> Float64s:
-        """float64 [rows]: the score of each turn (Bm25.scores) in the context of its session."""
+    def shares(self, tenant: Tenant, query: Sequence[int]) -> tuple[Float64s, Int64s]:
+        """float64 [rows]: the score of each turn (Bm25.scores) in the context of its session.
+
+        Returns also the rows before and after each, see `Places`.
+        """
         self.follow(tenant)
         session = np.frombuffer(self._session, np.int32)
-        own = self._index.scores(query, len(session))
+        own = self._index.scores(query, len(session), related)
         if self._places is None:
             self._places = places(session)
-        return in_context(own, self._places)
+        return in_context(own, self._places), self._places.beside
+
+    def telling(self, tenant: Tenant, query: str) -> str | None:
+        """The words of a query that tell turns apart; None if all of its words do, or none.
+
+        A word in more than half of the turns, such as the name of one who speaks in all, tells none apart,
+        but has a large part in the query's vector.
+        """
+        self.follow(tenant)
+        terms = Analyzer()
+        common = self._index.common(terms.of(query))
+        return (common and terms.without(query, common)) or None
 
     def __len__(self) -> int:
         """The number of indexed arena rows."""
@@ -96,12 +111,13 @@ class Places(NamedTuple):
     """The positions of rows in their sessions. Deleted rows have none, so their neighbours become adjacent.
 
     Row `before[i]` is right before row `after[i]`, int64 [pairs] each. `stretch`, int64 [rows]: the number
-    of a row's stretch, -1 for none.
+    of a row's stretch, -1 for none. `beside`, int64 [rows, 2]: the rows before and after each, -1 for none.
     """
 
     before: Int64s
     after: Int64s
     stretch: Int64s
+    beside: Int64s
 
 
 def places(session: NDArray[np.int32]) -> Places:
@@ -114,7 +130,10 @@ def places(session: NDArray[np.int32]) -> Places:
     since_begin = number - np.maximum.accumulate(np.where(goes_on, 0, number))
     stretch = np.full(len(session), _NONE, np.int64)
     stretch[order] = np.cumsum(since_begin % STRETCH_TURNS == 0) - 1
-    return Places(order[:-1][goes_on[1:]], order[1:][goes_on[1:]], stretch)
+    before, after = order[:-1][goes_on[1:]], order[1:][goes_on[1:]]
+    beside = np.full((len(session), 2), _NONE, np.int64)
+    beside[after, 0], beside[before, 1] = before, after
+    return Places(before, after, stretch, beside)
 
 
 def in_context(
@@ -126,7 +145,7 @@ def in_context(
 ) -> Float64s:
     """float64 [rows]: each turn's own score, plus parts of its neighbours' and of its stretch's best."""
     shares = own.copy()
-    add_context(own, *places, neighbour_share, stretch_share, shares)
+    add_context(own, *places[:3], neighbour_share, stretch_share, shares)
     return shares
 
 
@@ -164,7 +183,7 @@ class MemoryWords:
                 elif memory is not seen:
                     self._index.put(row, set(terms.of(memory.text)))
             self._seen = list(rows)
-        return self._index.scores(query, len(rows))
+        return self._index.scores(query, len(rows), related)
 
 
 class KeywordIndex:

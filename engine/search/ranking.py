@@ -16,7 +16,7 @@ from undertow.engine.base.results import Hit, SearchResult
 from undertow.engine.base.timestamps import in_words
 from undertow.engine.policies.base import PromptBudget, PromptTooLong
 from undertow.engine.search.analyzer import Analyzer
-from undertow.engine.search.keyword_index import SLICE_ROWS, KeywordIndex
+from undertow.engine.search.keyword_index import SLICE_ROWS, Int64s, KeywordIndex
 from undertow.engine.search.metadata_index import MetadataIndex, Where
 from undertow.engine.search.time_index import TimeIndex
 from undertow.engine.storage.row_codec import turn_id
@@ -32,6 +32,9 @@ from undertow.prompts.builders import Prompt, ShownMemory, answer_prompt
 Rows = NDArray[np.bool_]
 
 EVERYWHERE = Where()
+
+# The weight of the words that tell turns apart in a query's vector; docs/quality.md has the figures.
+TELLING_SHARE = 0.7
 
 # A search of more turns and memories takes over five milliseconds: without filters, and with them, which
 # look at each memory.
@@ -168,6 +171,14 @@ class Ranker:
             1.0 if index is None else index.recall(k_sub),
         )
 
+    def telling_words(self, tenant: Tenant, text: str) -> str | None:
+        """See TurnWords.telling; None for a tenant that is searched by cosine alone."""
+        if not self.by_words(tenant):
+            return None
+        index = self._keyword_index_of(tenant)
+        index.end_slices()
+        return index.turns.telling(tenant, text)
+
     def is_quick(self, tenant: Tenant, *, filters: bool) -> bool:
         """Whether a search takes some milliseconds at most, once it `is_ready`."""
         most = QUICK_ROWS if self._retain_consolidated and not filters else QUICK_FILTERED
@@ -248,10 +259,10 @@ class Ranker:
         if not every_turn:
             kept = tenant.not_consolidated()
             allowed = kept if allowed is None else allowed & kept
-        shares = None
+        shares = beside = None
         if query.terms:
-            shares = self._keyword_index_of(tenant).turns.shares(tenant, query.terms)
-        best = self._best(tenant.turns_segment, query, k, allowed, shares, index)
+            shares, beside = self._keyword_index_of(tenant).turns.shares(tenant, query.terms)
+        best = self._best(tenant.turns_segment, query, k, allowed, shares, index, beside)
         return [(score, tenant.seq_by_row[row]) for score, row in best]
 
     def _memories(
@@ -303,14 +314,22 @@ class Ranker:
         allowed: Rows | None,
         shares: Float64s | None,
         index: IvfIndex | None = None,
+        beside: Int64s | None = None,
     ) -> list[tuple[float, int]]:
-        """The k best (score, row), best first, ties by row. `shares`: keyword scores, float64 [rows]."""
+        """The k best (score, row), best first, ties by row. `shares`, `beside`: see hybrid_top_k."""
         if index is None or shares is not None:
-            return hybrid_top_k(self._arena, segment, query.vector, k, allowed, shares, self._gate)
+            return hybrid_top_k(self._arena, segment, query.vector, k, allowed, shares, self._gate, beside)
         if k == 0:
             return []
         scores, rows = index.search(query.vector, k)
         return [(s, r) for s, r in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if r >= 0]
+
+
+def blended(query: NDArray[np.float16], telling: NDArray[np.float16]) -> NDArray[np.float16]:
+    """The vector of a query, float16 [dim], with that of its telling words: of length 1 as they are."""
+    mean = (1 - TELLING_SHARE) * query.astype(np.float64) + TELLING_SHARE * telling.astype(np.float64)
+    length = float(np.sqrt(np.square(mean).sum()))
+    return query if length == 0.0 else (mean / length).astype(np.float16)
 
 
 def turn_hits(tenant: Tenant, found: Sequence[tuple[float, int]]) -> list[Hit]:

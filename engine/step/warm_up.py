@@ -59,8 +59,9 @@ def _read(vectors: Float16, arena: Arena) -> None:
             k=np.full(count, count),
         )
         top_k_many(arena, np.array([turns, episodes]), vectors, count, gate)
+        beside = np.full((count, 2), -1)
         for shares in (None, _shares_of_words(count)):
-            hybrid_top_k(arena, turns, vectors[:1], count, None, shares, gate)
+            hybrid_top_k(arena, turns, vectors[:1], count, None, shares, gate, beside)
     finally:
         arena.release(turns)
         arena.release(episodes)

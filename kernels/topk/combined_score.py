@@ -7,6 +7,8 @@ import math
 # A text with every word of the query has a BM25 share of about 0.45, which moves its cosine three quarters of
 # the way to 1. Quality is the same from 2 to 5, see docs/quality.md.
 WORDS_WEIGHT = 3.0
+# Of what the nearer neighbour of a text is nearer to the query than the text itself, this part counts for it.
+LENT_SHARE = 0.3
 # The best candidates of each search method, which are then scored by both.
 CANDIDATES = 100
 
@@ -20,3 +22,8 @@ def raised(cosine: float, share: float) -> float:
     if share == 0.0:
         return cosine  # bit-identical
     return 1.0 - (1.0 - cosine) * math.exp(-WORDS_WEIGHT * share)
+
+
+def lent(cosine: float, neighbour: float) -> float:
+    """The cosine, moved towards that of a text's nearer neighbour if that is above it."""
+    return cosine + LENT_SHARE * max(neighbour - cosine, 0.0)

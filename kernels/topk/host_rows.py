@@ -10,7 +10,7 @@ from undertow.kernels.arena.compiled_rows import Bytes, Halves, fit_rows, jit, l
 from undertow.kernels.arena.vector_checks import Float16s
 from undertow.kernels.error_bounds import error_slack
 from undertow.kernels.gate.scan import TILE, dot64, offer, sort_heap, stream32, widen_row
-from undertow.kernels.topk.combined_score import CANDIDATES, raised
+from undertow.kernels.topk.combined_score import CANDIDATES, lent, raised
 
 Rows = NDArray[np.bool_]
 Int64s = NDArray[np.int64]
@@ -19,7 +19,9 @@ Float64s = NDArray[np.float64]
 
 _EVERY_ROW = np.empty(0, np.bool_)
 _NO_SHARES = np.empty(0)
+_NO_NEIGHBOURS = np.empty((0, 2), np.int64)
 _raised = lean(raised)
+_lent = lean(lent)
 
 
 def best_of_rows(
@@ -29,6 +31,7 @@ def best_of_rows(
     k: int,
     allowed: Rows | None = None,
     shares: Float64s | None = None,
+    beside: Int64s | None = None,
 ) -> tuple[Float64s, Int64s]:
     """`hybrid_top_k` over a host arena's rows, float16 [n, dim], and their flags, uint8 [n].
 
@@ -44,6 +47,7 @@ def best_of_rows(
         asked.view(np.uint16),
         _EVERY_ROW if allowed is None else allowed,
         _NO_SHARES if shares is None else shares,
+        _NO_NEIGHBOURS if beside is None else beside,
         error_slack(dim),
         scores,
         rows,
@@ -58,11 +62,15 @@ def _best(
     asked: Halves,
     allowed: Rows,
     shares: Float64s,
+    beside: Int64s,
     slack: float,
     scores: Float64s,
     rows: Int64s,
 ) -> int:
-    """Write the best rows to `scores` and `rows` [k]; their number. An empty array: all rows, no shares."""
+    """Write the best rows to `scores` and `rows` [k]; their number.
+
+    An empty array: all rows, no shares, no neighbours.
+    """
     count, k = vectors.shape[0], scores.shape[0]
     query = np.empty(vectors.shape[1], np.float32)
     widen_row(asked, 0, query)
@@ -79,14 +87,27 @@ def _best(
     size = 0
     for i in range(found):
         known[near_rows[i]] = True
-        score = _raised(near[i], shares[near_rows[i]])
+        cosine = _beside(vectors, query, beside, near_rows[i], near[i])
+        score = _raised(cosine, shares[near_rows[i]])
         size = offer(scores, rows, 0, size, k, score, near_rows[i])
     for i in range(told):
         if not known[said_rows[i]]:
-            score = _raised(dot64(vectors, said_rows[i], query), said[i])
+            cosine = dot64(vectors, said_rows[i], query)
+            score = _raised(_beside(vectors, query, beside, said_rows[i], cosine), said[i])
             size = offer(scores, rows, 0, size, k, score, said_rows[i])
     sort_heap(scores, rows, 0, size)
     return size
+
+
+@lean
+def _beside(vectors: Halves, query: Float32s, beside: Int64s, row: int, cosine: float) -> float:
+    """The cosine of a row with what its neighbours lend."""
+    nearest = cosine
+    if beside.shape[0]:
+        for i in range(2):
+            if beside[row, i] >= 0:
+                nearest = max(nearest, dot64(vectors, beside[row, i], query))
+    return _lent(cosine, nearest)
 
 
 @jit

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from undertow.engine.search.analyzer import Analyzer, root, stem
 from undertow.engine.search.irregular_forms import BASE_FORMS
 from undertow.kernels import bm25
-from undertow.kernels.bm25 import K1, B, Bm25
+from undertow.kernels.bm25 import K1, B, Bm25, Related
 
 TEXTS = {0: [1, 2, 2, 3], 1: [2, 4], 2: [5], 4: [1, 1, 1, 5, 6, 7, 8, 9]}
 
@@ -71,18 +72,45 @@ def test_scores_depend_on_the_texts_that_are_there_and_on_nothing_else(
         assert not moved.scores(query, 80)[60:].any()
 
 
-def by_columns(texts: Mapping[int, Sequence[int]], query: Sequence[int], rows: int) -> list[float]:
+Known = Mapping[int, Sequence[tuple[int, float]]]
+
+
+def table_of(known: Known) -> Related:
+    """Of each term the related ones and their closeness, the closest first."""
+
+    def related(terms: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:
+        near, closeness = np.zeros((len(terms), 3), np.uint32), np.zeros((len(terms), 3))
+        for n, term in enumerate(terms.tolist()):
+            for place, (other, share) in enumerate(known.get(term, ())):
+                near[n, place], closeness[n, place] = other, share
+        return near, closeness
+
+    return related
+
+
+def by_columns(
+    texts: Mapping[int, Sequence[int]], query: Sequence[int], rows: int, known: Known | None = None
+) -> list[float]:
     """The same arithmetic in the same order in NumPy: the oracle of every bit."""
     out, most = np.zeros(rows), 0.0
     mean = len(texts) / max(1, sum(map(len, texts.values())))
     for term in dict.fromkeys(query):
-        owners = np.array([row for row, text in texts.items() if term in text], np.int64)
-        counts = np.array([texts[row].count(term) for row in owners.tolist()], np.int32)
-        lengths = np.array([len(texts[row]) for row in owners.tolist()], np.int32)
-        # of the C library, as compiled: NumPy has one of its own where the CPU has AVX-512
-        weight = math.log1p((len(texts) - len(owners) + 0.5) / (len(owners) + 0.5))
+        best, weight = np.zeros(rows), 0.0
+        for other, share in ((term, 1.0), *(known or {}).get(term, ())):
+            owners = np.array([row for row, text in texts.items() if other in text], np.int64)
+            counts = np.array([texts[row].count(other) for row in owners.tolist()], np.int32)
+            lengths = np.array([len(texts[row]) for row in owners.tolist()], np.int32)
+            # of the C library, as compiled: NumPy has one of its own where the CPU has AVX-512
+            rarity = math.log1p((len(texts) - len(owners) + 0.5) / (len(owners) + 0.5))
+            if other == term:
+                weight = rarity
+            score = np.zeros(rows)
+            score[owners] = (
+                share * min(weight, rarity) * (counts / (counts + K1 * (1 - B + B * lengths * mean)))
+            )
+            out += np.maximum(score - best, 0.0)
+            best = np.maximum(score, best)
         most += weight
-        out[owners] += weight * (counts / (counts + K1 * (1 - B + B * lengths * mean)))
     scores: list[float] = (out / most if most else out).tolist()
     return scores
 
@@ -109,6 +137,25 @@ def test_the_compiled_scores_are_those_of_numpy_to_the_last_bit(seed: int) -> No
         for _ in range(5):
             query = rng.choices([*terms, 7], k=rng.randrange(0, 8))
             assert index.scores(query, 50).tolist() == by_columns(texts, query, 50)
+            known = {t: [(rng.choice(terms), c) for c in (0.7, 0.3, 0.1)[: rng.randrange(4)]] for t in query}
+            scores = index.scores(query, 50, table_of(known)).tolist()
+            assert scores == by_columns(texts, query, 50, known)
+            assert all(0 <= score < 1 for score in scores)
+
+
+def test_a_related_term_counts_at_its_discount_and_only_where_the_term_is_missing() -> None:
+    index = index_of({0: [1, 9], 1: [2, 9], 2: [1, 2], 3: [9]})
+    alone, both = index.scores([1], 4), index.scores([1], 4, table_of({1: [(2, 0.5)]}))
+    assert both[[0, 2, 3]].tolist() == alone[[0, 2, 3]].tolist() and alone[1] == 0
+    assert both[1] == pytest.approx(both[0] / 2)
+
+
+def test_a_term_is_common_if_more_than_half_of_the_texts_have_it() -> None:
+    index = index_of({0: [1, 2], 1: [1, 3], 2: [1, 2], 3: [5]})
+    assert index.common([1, 2, 77]) == {1}
+    index.drop(3)
+    assert index.common([1, 2, 77]) == {1, 2}
+    assert Bm25().common([1]) == set()
 
 
 def test_an_index_without_texts_gives_nothing() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from undertow.kernels.arena.arena import Arena
 from undertow.kernels.arena.vector_checks import Float16s
-from undertow.kernels.topk.combined_score import CANDIDATES, raised
+from undertow.kernels.topk.combined_score import CANDIDATES, lent, raised
 from undertow.kernels.topk.hybrid import hybrid_top_k
 
 from ..support.kernels.arena import MEMORIES, arena_in
@@ -27,9 +27,10 @@ from ..support.kernels.gate_worlds import unit
     k=st.sampled_from([0, 1, 3, 10, CANDIDATES + 7, 500]),
     filtered=st.booleans(),
     by_words=st.booleans(),
+    by_neighbours=st.booleans(),
 )
 def test_the_best_rows_are_those_of_the_definition_to_the_last_bit(
-    memory: str, seed: int, size: int, dim: int, k: int, filtered: bool, by_words: bool
+    memory: str, seed: int, size: int, dim: int, k: int, filtered: bool, by_words: bool, by_neighbours: bool
 ) -> None:
     """Ties in cosines and in shares, redacted rows, filters, and shares of every size."""
     rng = np.random.default_rng(seed)
@@ -44,13 +45,14 @@ def test_the_best_rows_are_those_of_the_definition_to_the_last_bit(
     if by_words:
         levels = np.append(0.0, rng.random(rng.integers(1, 2 * size)))
         shares = levels[rng.integers(0, len(levels), size)] * (rng.random(size) < rng.random())
-    assert hybrid_top_k(arena, segment, query, k, allowed, shares) == defined(
-        arena, segment, query, k, allowed, shares
+    beside = rng.integers(-1, size, (size, 2)) if by_neighbours else None
+    assert hybrid_top_k(arena, segment, query, k, allowed, shares, beside=beside) == defined(
+        arena, segment, query, k, allowed, shares, beside
     )
 
 
 def defined(
-    arena: Arena, segment: int, query: Float16s, k: int, allowed: Any, shares: Any
+    arena: Arena, segment: int, query: Float16s, k: int, allowed: Any, shares: Any, beside: Any
 ) -> list[tuple[float, int]]:
     """In NumPy and Python: fp64 cosines are exact, so that any order of their sums gives the same bits."""
     rows = arena.vector16(segment << 32 | np.arange(arena.length(segment)))
@@ -62,8 +64,15 @@ def defined(
     depth = max(k, CANDIDATES)
     near = sorted(present, key=lambda row: (-cosines[row], row))[:depth]
     said = sorted(np.flatnonzero(open_ & (shares > 0)).tolist(), key=lambda row: (-shares[row], row))[:depth]
-    both = [(raised(cosines[row], float(shares[row])), row) for row in {*near, *said}]
+    around = {row: [] if beside is None else beside[row].tolist() for row in {*near, *said}}
+    nearer = {row: max([cosines[n] for n in rows if n >= 0], default=-2.0) for row, rows in around.items()}
+    both = [(raised(lent(cosines[row], nearer[row]), float(shares[row])), row) for row in around]
     return sorted(both, key=lambda found: (-found[0], found[1]))[:k]
+
+
+def test_a_neighbour_lends_a_part_of_what_it_is_nearer() -> None:
+    assert lent(0.2, 0.1) == lent(0.2, -2.0) == 0.2
+    assert 0.2 < lent(0.2, 0.8) < 0.8
 
 
 @pytest.mark.parametrize("memory", MEMORIES)

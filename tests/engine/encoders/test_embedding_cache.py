@@ -70,15 +70,15 @@ def test_a_query_and_a_document_are_kept_apart() -> None:
     counting = _WithQueries()
     cache = EmbeddingCache(counting, 10)
     for _ in range(2):
-        document, query = cache.encode(["t"], ["x"])[0], cache.encode_query("t", "x")
+        document, query = cache.encode(["t"], ["x"])[0], cache.encode_queries("t", ["x"])[0]
         assert np.array_equal(document, HashingEncoder(32).encode(["x"])[0])
         assert np.array_equal(query, -HashingEncoder(32).encode(["query: x"])[0])
     assert counting.asked == [["x"], ["query: x"]]
     cache.forget("t")
-    cache.encode_query("t", "x")
+    cache.encode_queries("t", ["x"])[0]
     assert counting.asked[2:] == [["query: x"]]
     plain = EmbeddingCache(alike := _Counting(), 10)
-    assert np.array_equal(plain.encode_query("t", "x"), plain.encode(["t"], ["x"])[0])
+    assert np.array_equal(plain.encode_queries("t", ["x"])[0], plain.encode(["t"], ["x"])[0])
     assert alike.asked == [["x"]], "one vector serves both"
 
 

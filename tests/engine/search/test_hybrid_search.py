@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Memory, Turn
@@ -20,6 +22,8 @@ from undertow.engine.search.keyword_index import (
     in_context,
     places,
 )
+from undertow.engine.search.ranking import TELLING_SHARE, blended
+from undertow.engine.search.related_words import RELATED_SHARE, related, table
 from undertow.kernels.topk.combined_score import raised
 
 from ...support.engine import NEVER, open_engine, turn_of
@@ -201,6 +205,7 @@ def test_a_session_without_end_has_stretches() -> None:
     where = places(np.zeros(count, np.int32))
     assert np.bincount(where.stretch).tolist() == [STRETCH_TURNS, STRETCH_TURNS, 3]
     assert len(where.before) == count - 1, "neighbours across their borders too"
+    assert where.beside[:2].tolist() == [[-1, 1], [0, 2]] and where.beside[-1].tolist() == [count - 2, -1]
     nothing = places(np.array([-1, -1], np.int32))
     assert in_context(np.zeros(2), nothing).tolist() == [0.0, 0.0]
     assert not len(in_context(np.zeros(0), places(np.zeros(0, np.int32))))
@@ -235,3 +240,51 @@ def test_fewer_results_are_the_first_of_more(tmp_path: Path, k: int) -> None:
         engine.add_batch(turns("ann", 300))
         for query in QUERIES:
             assert hits(engine, "ann", query, k) == hits(engine, "ann", query, 60)[:k]
+
+
+def test_a_word_is_found_by_a_related_one_behind_the_word_itself(tmp_path: Path) -> None:
+    said = ("She started yoga", "The exercise was short", "He bought a kettle", "The boiler is old")
+    with open_engine(tmp_path / "store", **NEVER) as engine:
+        engine.add_batch([replace(turn_of("ann", n, text), session_id=str(n)) for n, text in enumerate(said)])
+        seqs = [hit.source_seqs[0] for hit in hits(engine, "ann", "any exercise?")]
+    assert seqs[:2] == [1, 0]
+
+
+def test_the_table_of_related_words_is_sound() -> None:
+    known = table()
+    terms, closeness = related(known.terms)
+    assert (np.diff(known.terms.astype(np.int64)) > 0).all()
+    assert terms.shape == closeness.shape == (len(known.terms), 8)
+    assert ((closeness >= 0) & (closeness <= RELATED_SHARE)).all() and (np.diff(closeness, axis=1) <= 0).all()
+    assert not (terms == known.terms[:, None]).any(), "no word is its own"
+    unknown = np.setdiff1d(np.arange(9, dtype=np.uint32), known.terms)
+    assert not related(unknown)[1].any()
+
+
+def test_words_that_most_turns_have_tell_none_apart(tmp_path: Path) -> None:
+    """They leave the query's vector; what is common depends on the turns that exist."""
+    with open_engine(tmp_path / "store", **NEVER) as engine:
+        engine.add_batch(turns("ann"))
+        of, telling = engine.tenants.existing("ann"), engine.ranker.telling_words
+        assert telling(of, "Which Boat has the user painted?") == "Boat painted", "each turn has a user"
+        assert telling(of, "Which boat?") is None and telling(of, "the user") is None
+        sent: list[str] = []
+        encode = engine._texts.encode_queries
+
+        def heard(tenant: str, texts: Sequence[str]) -> NDArray[np.float16]:
+            sent.extend(texts)
+            return encode(tenant, texts)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine._texts, "encode_queries", heard)
+            hits(engine, "ann", "Which Boat has the user painted?")
+        assert sent == ["Which Boat has the user painted?", "Boat painted"]
+
+
+def test_the_blended_vector_has_the_length_of_a_vector() -> None:
+    axes = np.eye(3, dtype=np.float16)
+    mixed = blended(axes[0], axes[1]).astype(np.float64)
+    assert mixed[1] / mixed[0] == pytest.approx(TELLING_SHARE / (1 - TELLING_SHARE), rel=1e-2)
+    assert float(mixed @ mixed) == pytest.approx(1.0, abs=1e-2)
+    opposite = blended(np.array([0.7], np.float16), np.array([-0.3], np.float16))
+    assert np.isfinite(opposite).all()

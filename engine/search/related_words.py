@@ -1,0 +1,50 @@
+"""Related English words, which keyword search takes for one another at a discount: exercise and yoga.
+
+The table is data: for each word the eight nearest of 14,700 common words by an encoder's cosine
+(bench/quality/related_words.py makes it). It is the same for every tenant, encoder and machine.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undertow.kernels.bm25 import Float64s, Uint32s
+
+TABLE = Path(__file__).with_name("related_words.npz")
+# What a related word counts if it means the same; one at the least cosine of the table counts nothing.
+RELATED_SHARE = 0.7
+LEAST_COSINE = 0.4
+# A closeness is stored as a byte.
+STEPS = 255
+
+
+class Table(NamedTuple):
+    """Terms, uint32 [n], ascending. Of each its related terms, the closest first.
+
+    `near`, uint16 [n, most]: their places in `terms`; `closeness`, uint8 [n, most].
+    """
+
+    terms: Uint32s
+    near: NDArray[np.uint16]
+    closeness: NDArray[np.uint8]
+
+
+@cache
+def table() -> Table:
+    """The table, read once."""
+    with np.load(TABLE, allow_pickle=False) as kept:
+        return Table(kept["terms"], kept["near"], kept["closeness"])
+
+
+def related(terms: Uint32s) -> tuple[Uint32s, Float64s]:
+    """The related terms of each, uint32 [n, most], and what each counts, float64 [n, most] (bm25.Related)."""
+    known = table()
+    places = np.minimum(np.searchsorted(known.terms, terms), len(known.terms) - 1)
+    closeness = known.closeness[places].astype(np.float64) * (RELATED_SHARE / STEPS)
+    closeness[known.terms[places] != terms] = 0.0
+    return known.terms[known.near[places]], closeness
