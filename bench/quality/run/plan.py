@@ -32,7 +32,10 @@ SETTINGS = (
     *("document_prompt", "embedding_window_bytes"),
 )
 # recorded in another form: as the policy's name, the effective thresholds, the tiers of an answer
-OTHERWISE = ("policy", "theta_sim", "theta_merge", "theta_count", "k_sub", "k_epi", "k_sem", "raw_of_best")
+OTHERWISE = (
+    *("policy", "theta_share", "theta_sim", "theta_merge", "theta_count"),
+    *("k_sub", "k_epi", "k_sem", "raw_of_best"),
+)
 # what affects speed, place and success of a run, but none of its lines
 RUNNING = (
     *("device", "card_shares", "encode_cache_texts", "durability", "arena_bytes"),
@@ -45,6 +48,7 @@ RUNNING = (
 NAMES = ("data", "memories_of")
 # values of settings that did not exist when a run began
 AS_BUILT_IN = {name: Settings.model_fields[name].default for name in SETTINGS}
+AS_BUILT_IN |= {"sim_share": None, "merge_share": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,8 @@ class Plan:
             "theta_sim": s.similarity_threshold,
             "theta_merge": s.merge_threshold,
             "theta_count": s.recurrence_count,
+            "sim_share": s.sim_share,
+            "merge_share": s.merge_share,
             "prompt_versions": {operation: prompt_version(operation) for operation in sorted(REPLIES)},
         }
 

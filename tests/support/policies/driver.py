@@ -18,6 +18,7 @@ from undertow.engine.policies.base import (
     Embed,
     GateReading,
     Nearest,
+    PairThetas,
     PolicyResult,
     PromptBudget,
     ReadGate,
@@ -48,6 +49,10 @@ class View:
     settled_end: int = 0
     used: dict[str, int] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)  # settled
+    due: set[int] = field(default_factory=set)  # turns after which thetas are found anew
+
+    def thetas_are_due(self, seq: int) -> bool:
+        return seq in self.due
 
     def turn(self, seq: int) -> TurnView:
         return self.turns[seq]
@@ -120,6 +125,8 @@ def drive(
                     value = ENCODER.encode(effect.texts)
                 case Nearest():
                     value = nearest(view, effect)
+                case PairThetas():
+                    value = effect.shares  # any cosine will do
                 case Complete():
                     prompts.append(effect.prompt)
                     value = waiting.pop(0) if llm is None else _reply_of(llm, effect.prompt)

@@ -102,12 +102,13 @@ Out = Annotated[
 
 _NEEDS_LLM = {
     *("policy", "ablation", "memories_of", "llm", "llm_model", "judge_llm", "judge_model", "judge_prompt"),
-    *("repeats", "questions", "profile", "theta_sim", "theta_merge", "theta_count"),
+    *("repeats", "questions", "profile"),
+    *("theta_share", "theta_sim", "theta_merge", "theta_count"),
 }
 # what memories are made under, and so what reads those of another run
 _IN_BUDGET = {
     *("policy", "ablation", "memories_of", "llm_model", "profile"),
-    *("theta_sim", "theta_merge", "theta_count"),
+    *("theta_share", "theta_sim", "theta_merge", "theta_count"),
 }
 
 
