@@ -18,7 +18,6 @@ from undertow.engine.policies.base import (
     Embed,
     GateReading,
     Nearest,
-    PairThetas,
     PolicyResult,
     PromptBudget,
     ReadGate,
@@ -49,10 +48,9 @@ class View:
     settled_end: int = 0
     used: dict[str, int] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)  # settled
-    due: set[int] = field(default_factory=set)  # turns after which thetas are found anew
 
     def thetas_are_due(self, seq: int) -> bool:
-        return seq in self.due
+        return False
 
     def turn(self, seq: int) -> TurnView:
         return self.turns[seq]
@@ -125,8 +123,6 @@ def drive(
                     value = ENCODER.encode(effect.texts)
                 case Nearest():
                     value = nearest(view, effect)
-                case PairThetas():
-                    value = effect.shares  # any cosine will do
                 case Complete():
                     prompts.append(effect.prompt)
                     value = waiting.pop(0) if llm is None else _reply_of(llm, effect.prompt)
