@@ -176,6 +176,9 @@ def real_runs(found: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[s
         if each is None:
             names = first["construction"]["by_conversation"]
             each = dict.fromkeys(names, run["construction"]["by_operation"])
+        if (share := {**first, **run}.get("sim_share")) is not None:
+            fixed = {"theta_sim", *(["theta_merge"] if run.get("merge_share") else [])}
+            made_with = {k: v for k, v in made_with.items() if k not in fixed} | {"theta_share": share}
         yield {**made_with, "policy": policy}, {name: _usage(used) for name, used in each.items()}
 
 
@@ -221,7 +224,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = args.sample or SAMPLES
     found = {name: check_mock(samples[name], settings, encoder, tokens) for name in names}
     encoder.save()
-    thetas = {"theta_sim": settings.similarity_threshold, "theta_count": settings.recurrence_count}
+    thetas = {
+        **{"theta_sim": settings.similarity_threshold, "theta_count": settings.recurrence_count},
+        "theta_share": settings.sim_share,
+    }
     about = {"policy": settings.policy, "encoder": settings.encoder, **thetas, "tokens": tokens.name}
     put({**about, **found}, args.out, f"estimate-{settings.policy}.json")
     return 0

@@ -127,14 +127,13 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
 
     def _make_scheduler(self) -> Scheduler:
         s = self.settings
-        thresholds = Thresholds(s.similarity_threshold, s.merge_threshold, s.recurrence_count)
         return Scheduler(
             self.journal,
             Admission(
                 self.tenants,
                 self.arena,
                 self._encode_ahead,
-                thresholds,
+                Thresholds.of(s),
                 embed_timestamp=s.embed_timestamp,
                 trace=self.trace,
             ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from undertow.engine.policies.base import Thresholds
 from undertow.engine.storage.journal import Journal, Row
@@ -41,7 +41,7 @@ def repair(store: Location, thresholds: Thresholds) -> RepairReport:
         marks: list[Row] = []
         for (name, key), known in sorted(seqs.items()):
             if -1 not in known:
-                marks.append(control_row(name, key, Control("settings", -1, asdict(thresholds))))
+                marks.append(control_row(name, key, Control("settings", -1, thresholds.body)))
             if missing := sorted(set(range(max(known) + 1)) - known):
                 lost[name] = missing
                 marks += _deletions(name, key, catalog.incarnation_of(key), missing, max(known) + 1)

@@ -5,15 +5,46 @@ Every report is made of str, int, float, list, dict and None, ready to be writte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from operator import itemgetter
+from typing import Any
 
 import orjson
 
 from undertow.engine.base.model import InputError, Memory, spoken
 from undertow.engine.base.results import Report
+from undertow.engine.policies.base import Thresholds
 from undertow.engine.storage.journal import Row
-from undertow.engine.storage.row_codec import control_of, job_of, memory_of, messages_of, outdated_updates
+from undertow.engine.storage.row_codec import (
+    Control,
+    control_of,
+    job_of,
+    memory_of,
+    messages_of,
+    outdated_updates,
+)
+
+
+def thresholds_in_force(
+    controls: Iterable[Control], decisions: Mapping[int, Mapping[str, Any]]
+) -> Callable[[int], Report]:
+    """The thresholds in force at a record by its seq, `since_seq` and their `origin`.
+
+    `origin`: "settings" if both thetas are fixed; else "turns" once the tenant's own turns told them, and
+    "prior" before. `decisions`: the bodies by seq, of one generation.
+    """
+    stated = [(c.seq + 1, Thresholds(**c.body)) for c in controls if c.kind == "settings"]
+    found = [(since, kept, "prior" if kept.shares else "settings") for since, kept in stated]
+    for seq in sorted(seq for seq, body in decisions.items() if body.get("thetas")):
+        before = max((entry for entry in found if entry[0] <= seq), key=itemgetter(0))
+        found.append((seq + 1, replace(before[1], **decisions[seq]["thetas"]), "turns"))
+
+    def at(seq: int) -> Report:
+        since, kept, origin = max((entry for entry in found if entry[0] <= seq), key=itemgetter(0))
+        return {**kept.body, "origin": origin, "since_seq": since}
+
+    return at
 
 
 class Withheld:

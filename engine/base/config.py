@@ -12,6 +12,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from undertow.engine.base.gpu_shares import GpuShares
 from undertow.engine.base.model import AnswerMode, AnswerStyle, PolicyName
+from undertow.engine.base.pair_cosines import prior_theta
 
 Profile = Literal["companion", "assistant", "paper"]
 # RecMem, section 4.3, and NEMORI, section 4.4: facts of the raw turns without episodes; episodes without
@@ -29,8 +30,10 @@ CallForm = Literal["fused", "paper"]
 
 ANSWER_TOKENS = 800
 
-# theta (sim and merge), theta_count: RecMem, sections 3.6 and 4.1.
+# theta (sim and merge), theta_count: RecMem, sections 3.6 and 4.1. The thetas belong to its encoder.
 PROFILES: dict[str, tuple[float, int]] = {"companion": (0.7, 5), "assistant": (0.6, 4), "paper": (0.7, 5)}
+# The share of a tenant's pairs of turns that takes the place of these thetas (docs/quality.md has figures).
+THETA_SHARES: Mapping[str, float] = {"companion": 0.02, "assistant": 0.1, "paper": 0.0}
 # The settings that apply to HiMem alone, with their defaults, which they must have under other policies.
 _OF_HIMEM: Mapping[str, Any] = {
     "himem_align_notes": True,
@@ -57,6 +60,10 @@ class Settings(BaseSettings):
     ablation: Ablation | None = None
 
     profile: Profile = "companion"
+    # The share of a tenant's pairs of turns that theta_sim and theta_merge link, found anew from its own
+    # turns as its log grows (docs/policies.md). 0: both are fixed. None: the profile's. A theta that is set
+    # is fixed.
+    theta_share: float | None = Field(default=None, ge=0.0, lt=1.0)
     theta_sim: float | None = Field(default=None, ge=-1.0, le=1.0)
     theta_merge: float | None = Field(default=None, ge=-1.0, le=1.0)
     theta_count: int | None = Field(default=None, ge=1, le=1000)
@@ -257,11 +264,27 @@ class Settings(BaseSettings):
         return self.calls or ("paper" if self.profile == "paper" else "fused")
 
     @property
+    def sim_share(self) -> float | None:
+        """The share of pairs that theta_sim links; None: it is fixed."""
+        share = THETA_SHARES[self.profile] if self.theta_share is None else self.theta_share
+        return share if share and self.theta_sim is None else None
+
+    @property
+    def merge_share(self) -> float | None:
+        """The share of pairs at or above theta_merge; None: it is fixed."""
+        return self.sim_share if self.theta_merge is None else None
+
+    @property
     def similarity_threshold(self) -> float:
-        return PROFILES[self.profile][0] if self.theta_sim is None else self.theta_sim
+        """theta_sim: where it is fixed, else until a tenant's own pairs of turns tell it."""
+        if self.theta_sim is not None:
+            return self.theta_sim
+        share = self.sim_share
+        return PROFILES[self.profile][0] if share is None else prior_theta(self.encoder, share)
 
     @property
     def merge_threshold(self) -> float:
+        """As `similarity_threshold`, for theta_merge."""
         return self.similarity_threshold if self.theta_merge is None else self.theta_merge
 
     @property

@@ -28,7 +28,7 @@ from undertow.engine.storage.store_info import DESCRIPTION, read_info
 SINGLE = "single"
 THRESHOLDS = "thresholds.json"
 # settings that determine the thresholds
-NAMING = {"profile", "theta_sim", "theta_merge", "theta_count"}
+NAMING = {"profile", "theta_share", "theta_sim", "theta_merge", "theta_count"}
 
 
 class SharedRoot:
@@ -140,22 +140,25 @@ def with_thresholds(root: Location, settings: Settings) -> Settings:
         return settings
     try:
         found = orjson.loads(data)
+        found = {"theta_share": 0.0, **found}  # roots of earlier versions state no share
         if found.keys() != _thresholds(settings).keys():
             raise ValueError(f"it must hold {', '.join(_thresholds(settings))}")
         return Settings(**{**settings.model_dump(), **found})
-    except (ValueError, AttributeError) as error:
+    except (ValueError, TypeError) as error:
         raise StoreError(
             f"{root / THRESHOLDS} holds no thresholds ({error}). Restore it from a backup."
         ) from error
 
 
-def _thresholds(settings: Settings) -> dict[str, float]:
+def _thresholds(settings: Settings) -> dict[str, float | None]:
+    """The settings that state the thresholds: a theta that follows from a share is null."""
     return {
-        "theta_sim": settings.similarity_threshold,
-        "theta_merge": settings.merge_threshold,
+        "theta_sim": settings.similarity_threshold if settings.sim_share is None else None,
+        "theta_merge": settings.merge_threshold if settings.merge_share is None else None,
         "theta_count": settings.recurrence_count,
+        "theta_share": settings.sim_share or 0.0,
     }
 
 
 def _shown(settings: Settings) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in _thresholds(settings).items())
+    return ", ".join(f"{name} {value:g}" for name, value in _thresholds(settings).items() if value)

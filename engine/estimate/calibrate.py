@@ -1,4 +1,4 @@
-"""Which theta_sim fits an encoder and its turns (spec: the thresholds belong to an embedding model).
+"""Which thresholds fit an encoder and a store (spec: the thresholds belong to an embedding model).
 
 The user gives the share of linked pairs; theta_sim is the quantile that yields it. The gate of equation 5
 runs over a sample in order, to show how often it would fire if no turn were merged; what a theta costs with
@@ -32,14 +32,18 @@ class PairCosines:
     def __init__(self) -> None:
         self._counts = np.zeros(BINS, np.int64)
 
+    def count(self, cosines: NDArray[np.float32]) -> None:
+        """Count cosines, float32 [n]."""
+        bins = ((cosines + 1.0) * (BINS / 2)).astype(np.int64).clip(0, BINS - 1)
+        self._counts += np.bincount(bins, minlength=BINS)
+
     def add(self, vectors: Vectors) -> None:
         """All pairs of one tenant's turns: float32 [n, dim], normalised."""
         for start in range(0, len(vectors), ROWS_AT_A_TIME):
             block = vectors[start : start + ROWS_AT_A_TIME]
             cosines = block @ vectors.T
             later = np.arange(len(vectors))[None, :] > (start + np.arange(len(block)))[:, None]
-            bins = ((cosines[later] + 1.0) * (BINS / 2)).astype(np.int64).clip(0, BINS - 1)
-            self._counts += np.bincount(bins, minlength=BINS)
+            self.count(cosines[later])
 
     @property
     def total(self) -> int:
@@ -86,13 +90,46 @@ def calibrate(
     }
 
 
-def _sample(reports: Reports, tenant: str | None, sample_turns: int) -> list[Vectors]:
+def calibrate_memories(
+    reports: Reports, share: float, *, tenant: str | None = None, sample_memories: int = 5_000
+) -> dict[str, Any]:
+    """Propose the thresholds between a store's memories: each links `share` of its pairs within tenants.
+
+    theta_merge (RecMem): an episode and a turn that is none of its sources. theta_evoke (NEMORI's tau): an
+    episode and a fact that was not made with it. None: the store has no such pair yet.
+    """
+    merges, evokes, room = PairCosines(), PairCosines(), sample_memories
+    for name in _names(reports, tenant):
+        episodes = list(islice(reports.memory_vectors(name, "episode"), max(0, room)))
+        if not episodes:
+            continue
+        room -= len(episodes)
+        of_episodes = np.stack([vector for _, vector in episodes]).astype(np.float32)
+        for seq, vector in reports.turns_with_vectors(name):
+            others = [seq not in memory["source_seqs"] for memory, _ in episodes]
+            merges.count(of_episodes[others] @ vector.astype(np.float32))
+        for fact, vector in reports.memory_vectors(name, "fact"):
+            others = [fact["episode_id"] != memory["id"] for memory, _ in episodes]
+            evokes.count(of_episodes[others] @ vector.astype(np.float32))
+    found = {"theta_merge": merges, "theta_evoke": evokes}
+    return {
+        **{name: pairs.quantile(1.0 - share) if pairs.total else None for name, pairs in found.items()},
+        "turn_episode_pairs": merges.total,
+        "episode_fact_pairs": evokes.total,
+    }
+
+
+def _names(reports: Reports, tenant: str | None) -> list[str]:
+    """The tenants in random order (a fixed seed), or the only one."""
     names = [tenant] if tenant is not None else [r["tenant"] for r in reports.tenant_sizes()]
-    if tenant is None:
-        random.Random(0).shuffle(names)
+    random.Random(0).shuffle(names)
+    return names
+
+
+def _sample(reports: Reports, tenant: str | None, sample_turns: int) -> list[Vectors]:
     sample: list[Vectors] = []
     room = sample_turns
-    for name in names:
+    for name in _names(reports, tenant):
         if room <= 0:
             break
         rows = list(islice(reports.turn_vectors(name), room))

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Decision, Memory, MemoryKind
 from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.builders import Prompt
@@ -25,15 +26,39 @@ Vector = NDArray[np.float16]
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """The gate's thresholds in force at a seq (RecMem, sections 3.2, 3.3 and 3.6)."""
+    """The gate's thresholds in force at a seq (RecMem, sections 3.2, 3.3 and 3.6).
+
+    `sim_share`, `merge_share`: the share of the tenant's pairs of turns that theta_sim or theta_merge links,
+    found anew as the log grows (`PairThetas`); None: it is fixed.
+    """
 
     theta_sim: float
     theta_merge: float
     theta_count: int
+    sim_share: float | None = None
+    merge_share: float | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Those of the settings. A theta that is not fixed has its value for a tenant's first turns."""
+        s = settings
+        thetas = s.similarity_threshold, s.merge_threshold
+        return cls(*thetas, s.recurrence_count, s.sim_share, s.merge_share)
 
     @property
     def k_gate(self) -> int:
         return 2 * self.theta_count
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The shares of the thetas that are not fixed, by the theta's name."""
+        shares = {"theta_sim": self.sim_share, "theta_merge": self.merge_share}
+        return {name: share for name, share in shares.items() if share is not None}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the `settings` record that states them."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +161,18 @@ class Complete:
     prompt: Prompt
 
 
-Effect = ReadGate | Embed | Nearest | Complete
+@dataclass(frozen=True, slots=True)
+class PairThetas:
+    """Effect: the cosines that these shares of pairs of turns reach, among the turns up to a record.
+
+    -> tuple[float, ...], one a share; () if the tenant has no pair
+    """
+
+    seq: int
+    shares: tuple[float, ...]
+
+
+Effect = ReadGate | Embed | Nearest | Complete | PairThetas
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +190,8 @@ class PolicyResult:
     `settled` turns leave the gates (consolidated or parked); `revived` turns return to them. `salient`: turns
     that were read though their topics did not recur, on the quota of `salient_day`.
     `earlier_deletions` are deletions in earlier generations; the engine sets it, no policy. `repairs` counts
-    the numbers in replies that had to be corrected (NEMORI's partitions).
+    the numbers in replies that had to be corrected (NEMORI's partitions). `thetas`: by name, those in force
+    from the next record on.
     """
 
     decision: Decision
@@ -170,6 +207,7 @@ class PolicyResult:
     repairs: int = 0
     salient: tuple[int, ...] = ()
     salient_day: str | None = None
+    thetas: Mapping[str, float] = field(default_factory=dict)
 
 
 class MemoryView(Protocol):
@@ -183,6 +221,10 @@ class MemoryView(Protocol):
 
     @property
     def thresholds(self) -> Thresholds: ...
+
+    def thetas_are_due(self, seq: int) -> bool:
+        """Whether thresholds that state a share are to be found anew once this turn is decided."""
+        ...
 
     def turn(self, seq: int) -> TurnView: ...
 

@@ -20,6 +20,7 @@ from undertow.engine.policies.base import (
     Embed,
     GateReading,
     MemoryView,
+    PairThetas,
     Policy,
     PolicyResult,
     PromptBudget,
@@ -86,7 +87,15 @@ class RecMem(Policy):
         self._is_fused = is_fused
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
-        """Decide by recurrence, then read what else says much."""
+        """Decide by recurrence, then read what else says much; at times find the thresholds anew."""
+        outcome = yield from self._decide(seq, memory)
+        if not memory.thetas_are_due(seq):
+            return outcome
+        shares = memory.thresholds.shares
+        thetas = yield PairThetas(seq, tuple(shares.values()))
+        return replace(outcome, thetas=dict(zip(shares, thetas, strict=True)) if thetas else {})
+
+    def _decide(self, seq: int, memory: MemoryView) -> Decide:
         reading = yield ReadGate(seq)
         work = self._job(seq, memory)
         outcome = yield from self._by_recurrence(seq, reading, work)

@@ -416,12 +416,6 @@ class Admission:
         if tenant.thresholds_from and tenant.thresholds_from[-1][1] == self._thresholds:
             return []
         seq = tenant.next_seq if tenant.thresholds_from else -1
-        t = self._thresholds
-        body: dict[str, Any] = {
-            "theta_sim": t.theta_sim,
-            "theta_merge": t.theta_merge,
-            "theta_count": t.theta_count,
-        }
-        control = Control("settings", seq, body)
+        control = Control("settings", seq, self._thresholds.body)
         tenant.add_control(control)
         return [control_row(tenant.name, tenant.key, control)]

@@ -134,6 +134,8 @@ def decision_body(outcome: PolicyResult, usage: dict[str, Usage]) -> dict[str, A
         body["salient_seqs"] = outcome.salient
     if outcome.salient_day is not None:
         body["salient_day"] = outcome.salient_day
+    if outcome.thetas:
+        body["thetas"] = dict(outcome.thetas)
     made = [draft.memory for draft in (*outcome.drafts, *outcome.earlier_deletions)]
     for kind in ("episode", "fact"):
         if ids := [memory.id for memory in made if memory.kind == kind]:

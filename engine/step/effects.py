@@ -1,23 +1,29 @@
-"""Carries out the effects that policies yield: gate, nearest, embed. Each call is one batch."""
+"""Carries out the effects that policies yield: gate, nearest, embed, thetas. Each call is one batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from undertow.engine.base.trace import Trace
-from undertow.engine.policies.base import Effect, Embed, GateReading, Nearest, ReadGate, Scored
+from undertow.engine.policies.base import Effect, Embed, GateReading, Nearest, PairThetas, ReadGate, Scored
 from undertow.engine.step.decision_queue import DecisionRun
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.arena.arena import Arena
 from undertow.kernels.gate.gate import Gate as GateKernel
+from undertow.kernels.pair_cosines import pair_quantiles, sample_order
 from undertow.kernels.topk.topk import top_k_many
 
 if TYPE_CHECKING:
     from undertow.engine.encoders.embedding_cache import EmbeddingCache
+
+
+# Turns among which thetas are found: all but a few tenants' thetas then lie within 0.01 of that of all turns.
+SAMPLE_TURNS = 256
 
 
 class EffectReader:
@@ -81,6 +87,20 @@ class EffectReader:
             for i, (_, ask) in enumerate(asks)
         ]
 
+    def pair_thetas(self, asks: Sequence[tuple[Tenant, PairThetas]]) -> list[tuple[float, ...]]:
+        """The cosine that each share of a tenant's pairs reaches, in a sample of its turns; () if none.
+
+        The sample is drawn by a fixed hash of the turns' seqs, without deleted turns.
+        """
+        found = []
+        for tenant, ask in asks:
+            seqs = np.frombuffer(tenant.seq_by_row, np.int32)[: tenant.rows_before(ask.seq + 1)]
+            drawn = (seq for seq in seqs[sample_order(seqs)].tolist() if tenant.exists(seq))
+            rows = [tenant.row_by_seq[seq] for seq in islice(drawn, SAMPLE_TURNS)]
+            handles = np.array([Arena.handle(tenant.turns_segment, row) for row in rows], np.int64)
+            found.append(pair_quantiles(self._arena.take(handles), ask.shares) if len(rows) > 1 else ())
+        return found
+
 
 def read_by_kind(
     reader: EffectReader, trace: Trace, pending: Iterable[tuple[DecisionRun, Effect]]
@@ -90,10 +110,12 @@ def read_by_kind(
     gates = [(r, (r.tenant, e.seq)) for r, e in pending if isinstance(e, ReadGate)]
     embeds = [(r, (r.tenant, e.texts)) for r, e in pending if isinstance(e, Embed)]
     nearest = [(r, (r.tenant, e)) for r, e in pending if isinstance(e, Nearest)]
+    thetas = [(r, (r.tenant, e)) for r, e in pending if isinstance(e, PairThetas)]
     return [
         *_batch(trace, "gate", reader.gate, gates),
         *_batch(trace, "embed", reader.embed, embeds),
         *_batch(trace, "nearest", reader.nearest, nearest),
+        *_batch(trace, "thetas", reader.pair_thetas, thetas),
     ]
 
 

@@ -17,6 +17,8 @@ from undertow.engine.tenants.payload_file import PayloadFile, Payloads
 from undertow.kernels.key_table import KeyTable, add_keys
 
 NO_ROW = -1
+# The least turns between two times at which thresholds are found from the tenant's own turns.
+THETA_TURNS = 64
 
 
 class RecordLog:
@@ -39,8 +41,10 @@ class RecordLog:
         self._last_timestamp: dict[str, str] = {}
         # The turns without a vector, in order: no encoder could be used when they came. None is decided yet.
         self.awaiting: dict[int, None] = {}
-        # (first seq, thresholds in force from there on), ascending.
+        # (first seq, thresholds in force from there on) as stated by `settings` records, ascending; and those
+        # that the turns have told to decisions since the log was begun, or begun again.
         self.thresholds_from: list[tuple[int, Thresholds]] = []
+        self.told_from: list[tuple[int, Thresholds]] = []
 
     @property
     def next_seq(self) -> int:
@@ -51,8 +55,31 @@ class RecordLog:
         """The first record that cannot be decided now, as a turn's vector is missing, or `next_seq`."""
         return next(iter(self.awaiting), self.next_seq)
 
+    # ---- thresholds
+
     def thresholds_at(self, seq: int) -> Thresholds:
-        return next(t for since, t in reversed(self.thresholds_from) if since <= seq)
+        """The thresholds in force at a record: as last stated, or as the turns since then have told them."""
+        return self._in_force(seq)[0]
+
+    def thetas_are_due(self, seq: int) -> bool:
+        """Whether thresholds that state a share are to be found anew once this turn is decided.
+
+        From the 64th turn on: where none were found since they were stated, then after every 64 turns, and
+        from the 1,024th on less often, as few more turns then change little.
+        """
+        kept, are_told = self._in_force(seq)
+        count = self.rows_before(seq + 1)
+        if count < THETA_TURNS or not kept.shares:
+            return False
+        return not are_told or count % max(THETA_TURNS, (1 << count.bit_length()) // 16) == 0
+
+    def _in_force(self, seq: int) -> tuple[Thresholds, bool]:
+        """The thresholds in force at a record, and whether turns have told them."""
+        since, stated = next(entry for entry in reversed(self.thresholds_from) if entry[0] <= seq)
+        told = (entry for entry in reversed(self.told_from) if since <= entry[0] <= seq)
+        if (last := next(told, None)) is not None:
+            return last[1], True
+        return stated, False
 
     # ---- records
 

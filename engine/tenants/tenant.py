@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,7 @@ class Tenant(RecordLog):
             self._retire(self.making)
         number = [seq for seq, _ in self.changes].index(target)
         self.making = Generation(number + 2, self.changes[number][1], self._arena)
-        self.reread_to, self.cursor, self.jobs = target, 0, {}
+        self.reread_to, self.cursor, self.jobs, self.told_from = target, 0, {}, []
         for count in DECISION_COUNTS:
             del self.counts[count]
         self._arena.set_live(self._turn_handles(s for s in self.seq_by_row if self.exists(s)), True)
@@ -204,6 +205,8 @@ class Tenant(RecordLog):
             return
         self.cursor = seq + 1
         self.making.note(self.control(seq), body)
+        if thetas := body.get("thetas"):
+            self.told_from.append((seq + 1, replace(self.thresholds_at(seq), **thetas)))
         if settled := body.get("settled"):
             self._arena.set_live(self._turn_handles(settled), False)
             self.making.settled_end = max(self.making.settled_end, max(settled) + 1)

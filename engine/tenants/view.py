@@ -31,6 +31,9 @@ class View:
     def thresholds(self) -> Thresholds:
         return self.of.thresholds_at(self.seq)
 
+    def thetas_are_due(self, seq: int) -> bool:
+        return self.of.thetas_are_due(seq)
+
     def turn(self, seq: int) -> TurnView:
         return self.of.turn(seq)
 

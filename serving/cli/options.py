@@ -75,6 +75,10 @@ Profile = Annotated[
     Literal["companion", "assistant", "paper"] | None,
     typer.Option("--profile", help="Preset of thresholds; paper: RecMem's calls as published."),
 ]
+ThetaShare = Annotated[
+    float | None,
+    typer.Option("--theta-share", help="Share of a tenant's pairs of turns that thetas link; 0: none."),
+]
 ThetaSim = Annotated[float | None, typer.Option("--theta-sim", help="Least cosine that links two turns.")]
 ThetaMerge = Annotated[
     float | None, typer.Option("--theta-merge", help="Least cosine to an episode for a merge.")
@@ -132,6 +136,7 @@ class Thresholds:
     """The options that set RecMem's thresholds, and the form of a policy's calls."""
 
     profile: Profile = None
+    theta_share: ThetaShare = None
     theta_sim: ThetaSim = None
     theta_merge: ThetaMerge = None
     theta_count: ThetaCount = None

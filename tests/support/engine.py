@@ -332,6 +332,7 @@ def _decision(seq: int, body: Mapping[str, Any]) -> OracleDecision:
         body.get("score"),
         tuple(body.get("cluster_seqs", ())),
         tuple(body.get("settled", ())),
+        tuple(sorted(body.get("thetas", {}).items())),
     )
 
 

@@ -34,7 +34,7 @@ SETTINGS = (
 # recorded in another form: as the policy's name, what is in force of thresholds and calls, the tiers of an
 # answer
 OTHERWISE = (
-    *("policy", "theta_sim", "theta_merge", "theta_count", "calls"),
+    *("policy", "theta_share", "theta_sim", "theta_merge", "theta_count", "calls"),
     *("k_sub", "k_epi", "k_sem", "raw_of_best"),
 )
 # what affects speed, place and success of a run, but none of its lines
@@ -49,6 +49,7 @@ RUNNING = (
 NAMES = ("data", "memories_of")
 # values of settings that did not exist when a run began
 AS_BUILT_IN = {name: Settings.model_fields[name].default for name in SETTINGS}
+AS_BUILT_IN |= {"sim_share": None, "merge_share": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,8 @@ class Plan:
             "theta_sim": s.similarity_threshold,
             "theta_merge": s.merge_threshold,
             "theta_count": s.recurrence_count,
+            "sim_share": s.sim_share,
+            "merge_share": s.merge_share,
             "calls": s.call_form,
             "prompt_versions": prompt_versions(s.style_of_answers),
         }

@@ -154,9 +154,8 @@ class Import:
 
     def _check_rights(self, record: ControlRecord) -> None:
         """ImportNeedsAdmin: it sets what this store does not set by itself."""
-        s = self._settings
-        own = Thresholds(s.similarity_threshold, s.merge_threshold, s.recurrence_count)
-        if record.control == "policy" or (record.control == "settings" and record.body != asdict(own)):
+        own = Thresholds.of(self._settings).body
+        if record.control == "policy" or (record.control == "settings" and record.body != own):
             raise ImportNeedsAdmin(
                 f"the export sets {'a policy' if record.control == 'policy' else 'thresholds of its own'}, "
                 "which only an administrator may do. Import it with a key that has the scope admin as well."

@@ -30,6 +30,7 @@ Seq = Annotated[int, Field(ge=0)]
 Words = Annotated[str, AfterValidator(_storable)]
 Moment = Annotated[str, AfterValidator(_normal)]
 Cosine = Annotated[float, Field(ge=-1.01, le=1.01, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 # calls, then prompt, cached and completion tokens
 Spent = Annotated[list[Seq], Field(min_length=4, max_length=4)]
 
@@ -102,6 +103,7 @@ class DecisionRecord(RecordShape):
     repairs: Seq = 0
     salient_seqs: list[Seq] = []
     salient_day: str | None = Field(default=None, max_length=10)
+    thetas: dict[Literal["theta_sim", "theta_merge"], Cosine] = {}
     episode_ids: list[Words] = []
     fact_ids: list[Words] = []
     usage: dict[str, Spent] = {}
@@ -111,6 +113,8 @@ class SettingsChange(Shape):
     theta_sim: Cosine
     theta_merge: Cosine
     theta_count: int = Field(ge=1, le=1000)
+    sim_share: Share | None = None
+    merge_share: Share | None = None
 
 
 class TurnDeletion(Shape):

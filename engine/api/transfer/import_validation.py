@@ -50,6 +50,7 @@ class ImportValidator:
         self._reread_to: int | None = None
         self._changes: list[int] = []
         self._controls: dict[int, Shape] = {}
+        self._stated: list[tuple[int, SettingsChange]] = []
         self._settled = False
         self._last_turn = self._last_control = -1
         self._last_decision = ""
@@ -109,6 +110,8 @@ class ImportValidator:
         if (seq == -1) == self._settled or (seq == -1 and not isinstance(body, SettingsChange)):
             _refuse("seq", f"is {seq}; the first settings have -1 and stand first, and a first policy has it")
         self._settled = True
+        if isinstance(body, SettingsChange):
+            self._stated.append((seq, body))
         if seq == -1:
             return
         if isinstance(body, Update) and body.text is None and seq <= max(self._last_control, self.decided):
@@ -171,6 +174,10 @@ class ImportValidator:
             _refuse("seq", f"is {decision.seq}; the next decision is that of {self.decided}")
         if lost := self._made - {*decision.episode_ids, *decision.fact_ids}:
             _refuse("episode_ids", f"and fact_ids do not name {min(lost)}, which was made")
+        stated = next(body for seq, body in reversed(self._stated) if seq < decision.seq)
+        shares = {"theta_sim": stated.sim_share, "theta_merge": stated.merge_share}
+        if fixed := [name for name in decision.thetas if shares[name] is None]:
+            _refuse("thetas", f"has {fixed[0]}, which the settings in force have fixed")
         self._made.clear()
         self._last_decision = decision.decision
         if decision.seq == self._reread_to:

@@ -24,6 +24,7 @@ from undertow.engine.api.report_format import (
     job_report,
     memory_report,
     row_report,
+    thresholds_in_force,
     turn_report,
     versions_of,
 )
@@ -97,11 +98,24 @@ class Reports:
 
     def turn_vectors(self, tenant: str) -> Iterator[NDArray[np.float16]]:
         """The vectors of a tenant's turns, float16 [dim] each, as they were made; streamed."""
+        return (vector for _, vector in self.turns_with_vectors(tenant))
+
+    def turns_with_vectors(self, tenant: str) -> Iterator[tuple[int, NDArray[np.float16]]]:
+        """As `turn_vectors`, each with its turn's seq."""
         withheld = Withheld(self._rows(tenant, ["control"]))
         key = self._journal.info.tenant_key(tenant)
         rows = self._journal.read(tenant_keys=[key], kinds=["turn", "vector"])
         shown = (row for row in rows if self._is_alive(row) and row not in withheld)
-        return (row.vector for row in shown if row.vector is not None)
+        return ((row.seq, row.vector) for row in shown if row.vector is not None)
+
+    def memory_vectors(self, tenant: str, kind: MemoryKind) -> Iterator[tuple[Report, NDArray[np.float16]]]:
+        """The current episodes or facts of a tenant with their vectors, float16 [dim], in order of birth."""
+        key = self._journal.info.tenant_key(tenant)
+        rows = self._alive(self._journal.read(tenant_keys=[key], kinds=[kind]))
+        newest = {row.id: row.vector for row in rows}
+        for memory in self.memories(tenant, kind):
+            if (vector := newest[memory["id"]]) is not None:
+                yield memory, vector
 
     def memories(self, tenant: str, kind: MemoryKind, *, every: bool = False) -> list[Report]:
         """Episodes or facts in order of birth.
@@ -134,7 +148,8 @@ class Reports:
         `consolidated_at_seq` is the log record that took the turn out of the gates by a merge or a
         fire (of a flush or a replay of a parked job too, the remaking after a deletion not). Where salient
         turns were read, `salient_seqs` names them; their facts are among `fact_ids`. Deleted turns say so.
-        While a log is read again for a change of policy, it is told what that decides.
+        `thresholds` are those in force, see `thresholds_in_force`. While a log is read again for a change of
+        policy, it is told what that decides.
         """
         rows = since_reread(self._rows(tenant, ["turn", "control", "decision", "job"]))
         rows = [row for row in rows if row.kind != "decision" or row.seq != BEFORE_LOG]
@@ -149,12 +164,13 @@ class Reports:
             for seq in body.get("cluster_seqs", ())
         }
         deleted = deleted_turns(rows)
-        records = []
+        stated = [control_of(row) for row in rows if row.kind == "control"]
+        records, in_force = [], thresholds_in_force(stated, decisions)
         seqs = sorted({row.seq for row in rows if row.kind == "turn"} | set(deleted))
         for seq in [seq for seq in seqs if seq > after_seq][:limit]:
             undecided = Decision.PENDING if seq == cursor and seq in pending else Decision.UNDECIDED
             body = decisions.get(seq, {"decision": undecided.value})
-            record = _explanation(seq, body, consolidated.get(seq))
+            record = {**_explanation(seq, body, consolidated.get(seq)), "thresholds": in_force(seq)}
             records.append({**record, "deleted": True} if seq in deleted else record)
         return records
 

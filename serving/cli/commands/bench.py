@@ -148,6 +148,7 @@ def _in_force(settings: Settings) -> dict[str, Any]:
         "theta_sim": settings.similarity_threshold,
         "theta_merge": settings.merge_threshold,
         "theta_count": settings.recurrence_count,
+        "theta_share": settings.sim_share,
         "k_sub": tiers.k_sub,
         "k_epi": tiers.k_epi,
     }

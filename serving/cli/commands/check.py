@@ -29,25 +29,30 @@ def calibrate(
     ] = 5_000,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Propose theta_sim for a store's encoder and turns, with the number of triggers that it would give.
+    """Propose the thresholds of a store's policies, with the number of triggers that theta_sim would give.
 
-    The gate runs over the sample in order, as if no LLM call were refused and no merge happened.
+    The gate runs over the sample in order, as if no LLM call were refused and no merge happened. theta_merge
+    (RecMem) and theta_evoke (NEMORI) are proposed once there are episodes and facts. HiMem has no threshold.
     """
     from undertow.engine.estimate.calibrate import calibrate as measure
+    from undertow.engine.estimate.calibrate import calibrate_memories
 
     if not 0.0 < share < 1.0:
         raise WrongUsage(f"--share is {share}; give the part of pairs to link, between 0 and 1, such as 0.02")
     settings = opt.settings_of(llm="off", profile=profile, theta_count=theta_count)
     with open_reports(store) as reports:
         found = measure(reports, share, settings.recurrence_count, tenant=tenant, sample_turns=sample_turns)
+        found["memories"] = calibrate_memories(reports, share, tenant=tenant, sample_memories=sample_turns)
     if as_json:
         put_json(found)
         return
     put_pairs({f"{p} %": value for p, value in found["percentiles"].items()}, title="Pair cosines")
     title = f"{found['turns']:,} turns of {found['tenants']:,} tenants, theta_count {found['theta_count']}"
     put_table(found["proposals"], PROPOSAL_FIELDS, title=title)
+    put_pairs(found["memories"], title="Between memories")
     put_text(
-        f"Use: undertow ingest ... --theta-sim {found['theta_sim']} --theta-count {found['theta_count']}"
+        f"Use: undertow ingest ... --theta-sim {found['theta_sim']} --theta-count {found['theta_count']}; or "
+        f"--theta-share {share}, so that each tenant's own pairs tell its theta."
     )
 
 

@@ -215,7 +215,7 @@ def repair(
     if not yes:
         typer.confirm(f"Give up the damaged rows of {store}, if there are any?", abort=True, err=True)
     s = opt.settings_of(llm="off")
-    done = give_up(store, Thresholds(s.similarity_threshold, s.merge_threshold, s.recurrence_count))
+    done = give_up(store, Thresholds.of(s))
     if as_json:
         put_json(asdict(done))
         return

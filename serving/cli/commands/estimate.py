@@ -104,6 +104,7 @@ def _document(
         "theta_sim": settings.similarity_threshold,
         "theta_merge": settings.merge_threshold,
         "theta_count": settings.recurrence_count,
+        "theta_share": settings.sim_share,
         "window_messages": settings.window_messages,
         "management": settings.management,
         "ablation": settings.ablation,
@@ -165,11 +166,17 @@ def _logs(turns: dict[str, list[Turn]], settings: Settings, vectors: Path | None
     return logs
 
 
+def _told(document: dict[str, Any]) -> str:
+    """theta_sim, and the share of pairs that it is to link after a tenant's first turns."""
+    share = document["theta_share"]
+    return f"{document['theta_sim']}" + ("" if share is None else f" at first, then {share:.1%} of pairs")
+
+
 def _put(document: dict[str, Any]) -> None:
     from undertow.engine.estimate.estimate import FIGURES
 
     title = (
-        f"{document['turns']:,} turns of {document['tenants']:,} tenants, theta_sim {document['theta_sim']}, "
+        f"{document['turns']:,} turns of {document['tenants']:,} tenants, theta_sim {_told(document)}, "
         f"theta_count {document['theta_count']}; expected (low to high)"
     )
     put_table(list(_rows(document["policies"])), ("policy", "operation", *FIGURES), title=title)

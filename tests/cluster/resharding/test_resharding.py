@@ -13,9 +13,11 @@ from undertow.engine.base.model import PolicyName, Turn
 from undertow.engine.cluster.resharding.coordinator import reshard, resume
 from undertow.engine.cluster.shard import call_queue
 from undertow.engine.storage.location import Location
+from undertow.engine.tenants import log
 
 from ...support.cluster.in_process import cluster_state
 from ...support.cluster.resharding import LEAVE_A, LEAVE_B, STAY, TENANTS, where
+from ...support.faults import moving
 from ...support.faults.harness import State, assert_same_state, shared_driver
 from ...support.faults.moving import (
     Killed,
@@ -47,6 +49,24 @@ def test_only_those_move_that_must_and_all_go_on_as_if_they_had_not(
         assert shards.add(turns[half:]) == []
         shards.drain()
     assert_same_state(cluster_state(tmp_path), expected)
+
+
+def test_thresholds_that_turns_told_move_with_them(
+    turns: list[Turn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "THETA_TURNS", 4)
+    monkeypatch.setattr(moving, "THETA", {"theta_share": 0.2, "theta_count": 3})
+    expected = alone(tmp_path / "alone", turns)
+    assert sum('"thetas"' in line for lines in expected.exports.values() for line in lines) == 2 * len(
+        TENANTS
+    )
+    with Shards(tmp_path / "root") as shards:
+        half = len(turns) // 2
+        assert shards.add(turns[:half]) == []
+        reshard(shards.root, ["a", "b", "c"], shards.ask)
+        assert shards.add(turns[half:]) == []
+        shards.drain()
+    assert_same_state(cluster_state(tmp_path / "root"), expected)
 
 
 def test_cut_off_after_any_commit(turns: list[Turn], expected: State, tmp_path: Path) -> None:

@@ -377,10 +377,17 @@ def test_a_shard_decides_by_its_roots_thresholds_whoever_starts_it(root: Locatio
 def test_settings_that_name_other_thresholds_than_the_root_are_refused(root: Location) -> None:
     agree_on_thresholds(root, Settings(profile="assistant"))
     agree_on_thresholds(root, Settings())  # names none
-    agree_on_thresholds(root, Settings(theta_sim=0.6, theta_count=4))
-    with pytest.raises(UndertowError, match=r"theta_sim 0\.6, .*say theta_sim 0\.7, .*thresholds\.json"):
+    agree_on_thresholds(root, Settings(theta_share=0.1, theta_count=4))
+    with pytest.raises(
+        UndertowError, match=r"theta_share 0\.1, .*say .*theta_share 0\.02\..*thresholds\.json"
+    ):
         agree_on_thresholds(root, Settings(profile="companion"))
+    with pytest.raises(UndertowError, match=r"say theta_sim 0\.6, theta_merge 0\.6, theta_count 4\."):
+        agree_on_thresholds(root, Settings(theta_sim=0.6, theta_count=4))
     assert with_thresholds(root, Settings()).recurrence_count == 4
+    assert with_thresholds(root, Settings()).sim_share == 0.1
+    root.write("thresholds.json", b'{"theta_sim": 0.5, "theta_merge": 0.6, "theta_count": 3}')  # no share
+    assert with_thresholds(root, Settings()).sim_share is None
     root.write("thresholds.json", b'{"theta_sim": 0.5}')
     with pytest.raises(StoreError, match="must hold theta_sim, theta_merge, theta_count"):
         agree_on_thresholds(root, Settings())

@@ -24,6 +24,7 @@ from undertow.engine.cluster.routing.errors import ShardGone
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.encoders.hashing import HashingEncoder
+from undertow.engine.tenants import log
 from undertow.engine.tenants.registry import UnknownTenant
 
 from ...support.api.transfer import REPLIES, act, engine_at, exported, nameless, said, seen
@@ -56,18 +57,19 @@ CHANGE = ("change policy", 1)
 CHANGED = [CHANGE, ("add", 3), ("delete turn", 3), ("drain", 0), ("delete turn", 2), ("update memory", 1)]
 BROKEN_OFF = [("delete turn", 4), CHANGE, ("add", 7), ("change policy", 0), ("add", 9), ("drain", 0)]
 UNDER_WAY = [CHANGE, *[("step", 0)] * 8]
+BY_SHARE: dict[str, Any] = {"theta_sim": None, "theta_merge": None, "theta_share": 0.2}
 PEERS = [*[("add", n) for n in range(8)], ("drain", 0), ("delete turn", 1), ("drain", 0), ("add", 9)]
 ASKED = [("flush", 0), ("drain", 0), ("ask", 0), ("ask", 1), ("drain", 0), ("ask", 2)]
 
 
-@example(life=UNDER_WAY, limit=1000, policy="recmem", vectors=False)
-@example(life=ASKED, limit=1000, policy="himem", vectors=False)
-@example(life=PEERS, limit=1000, policy="a-mem", vectors=False)
-@example(life=PEERS, limit=1000, policy="memory-os", vectors=False)
-@example(life=CHANGED, limit=1000, policy="recmem", vectors=False)
-@example(life=BROKEN_OFF, limit=7, policy="recmem", vectors=False)
+@example(life=UNDER_WAY, limit=1000, policy="recmem", vectors=False, by_share=False)
+@example(life=ASKED, limit=1000, policy="himem", vectors=False, by_share=False)
+@example(life=PEERS, limit=1000, policy="a-mem", vectors=False, by_share=False)
+@example(life=PEERS, limit=1000, policy="memory-os", vectors=False, by_share=False)
+@example(life=CHANGED, limit=1000, policy="recmem", vectors=False, by_share=True)
+@example(life=BROKEN_OFF, limit=7, policy="recmem", vectors=False, by_share=False)
 @example(
-    life=[("add", 2), ("add", 4)], limit=1000, policy="recmem", vectors=False
+    life=[("add", 2), ("add", 4)], limit=1000, policy="recmem", vectors=False, by_share=True
 )  # closed while a job is under way
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
@@ -75,6 +77,7 @@ ASKED = [("flush", 0), ("drain", 0), ("ask", 0), ("ask", 1), ("drain", 0), ("ask
     limit=st.sampled_from([1, 7, 1000]),
     policy=st.sampled_from(get_args(PolicyName)),
     vectors=st.booleans(),
+    by_share=st.booleans(),
 )
 def test_an_imported_tenant_is_as_the_one_that_was_exported(
     tmp_path_factory: pytest.TempPathFactory,
@@ -82,15 +85,25 @@ def test_an_imported_tenant_is_as_the_one_that_was_exported(
     limit: int,
     policy: str,
     vectors: bool,
+    by_share: bool,
 ) -> None:
     folder = tmp_path_factory.mktemp("stores")
-    with engine_at(folder / "a", policy=policy) as here:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(log, "THETA_TURNS", 4)
+        options: dict[str, Any] = {"policy": policy, **(BY_SHARE if by_share else {})}
+        check_import(folder, life, limit, options, vectors=vectors)
+
+
+def check_import(
+    folder: Path, life: list[tuple[str, int]], limit: int, options: dict[str, Any], *, vectors: bool
+) -> None:
+    with engine_at(folder / "a", **options) as here:
         here.add_batch([said("ann", n) for n in range(100, 112)])
         assert here.drain()
         for what, n in life:
             act(here, "ann", what, n)
     # opened again: a job under way may have read a turn before that was deleted, one from the log has not
-    with engine_at(folder / "a", policy=policy) as here, engine_at(folder / "b", policy=policy) as there:
+    with engine_at(folder / "a", **options) as here, engine_at(folder / "b", **options) as there:
         records = exported(here, "ann", limit=limit, vectors=vectors)
         there.add_batch([said("bob/2", n) for n in range(3)])
         there.erase("bob/2")  # so that the name lives its second life
@@ -107,7 +120,7 @@ def test_an_imported_tenant_is_as_the_one_that_was_exported(
                 act(engine, tenant, what, n)
         here.drain(), there.drain()
         assert seen(there, "bob/2") == seen(here, "ann")
-    with engine_at(folder / "a", policy=policy) as here, engine_at(folder / "b", policy=policy) as there:
+    with engine_at(folder / "a", **options) as here, engine_at(folder / "b", **options) as there:
         copy, records = (sorted(exported(*of), key=place) for of in ((there, "bob/2"), (here, "ann")))
         assert nameless(copy, "bob/2") == nameless(records, "ann")
 
@@ -383,3 +396,14 @@ def test_over_shards_an_import_is_stored_once_though_its_answer_is_lost(
             router.import_(names[0], source)
         copies = {nameless(exported(router, name, limit=50), name) for name in names}
         assert len(copies) == 1
+
+
+def test_thetas_that_turns_told_are_refused_where_the_settings_fix_them(tmp_path: Path) -> None:
+    with engine_at(tmp_path) as engine:
+        engine.add_batch([said("ann", n) for n in range(3)])
+        assert engine.drain()
+        records = exported(engine, "ann")
+        decision = next(r for r in records if r["kind"] == "decision")
+        decision["thetas"] = {"theta_sim": -1.0}
+        with pytest.raises(InputError, match="settings in force have fixed"):
+            engine.import_("bob", resealed(records))

@@ -64,7 +64,8 @@ def test_explain_has_the_contracts_fields_and_says_which_turns_still_count_in_ga
     live = (engine.arena.flags(tenant.turns_segment) & Arena.LIVE).astype(bool)
     parked = {seq for r in why if r["decision"] == "parked" for seq in r["cluster_seqs"]}
     fields = (
-        "seq decision merge_asked nearest_episode score cluster_seqs consolidated_at_seq episode_ids fact_ids"
+        "seq decision merge_asked nearest_episode score cluster_seqs consolidated_at_seq "
+        "episode_ids fact_ids thresholds"
     )
     for record in why:
         assert list(record) == fields.split()

@@ -15,7 +15,13 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.base.config import Settings
 from undertow.engine.encoders.hashing import HashingEncoder
-from undertow.engine.estimate.calibrate import PairCosines, Vectors, calibrate, walk
+from undertow.engine.estimate.calibrate import (
+    PairCosines,
+    Vectors,
+    calibrate,
+    calibrate_memories,
+    walk,
+)
 
 LOCOMO = Path(__file__).resolve().parents[4] / "shared" / "data" / "locomo_dev.json"
 
@@ -75,3 +81,21 @@ def test_on_real_turns_a_share_is_the_share_that_its_theta_links(sample: Sample)
     for share in (0.005, 0.02, 0.1):
         theta = pairs.quantile(1 - share)
         assert np.mean(cosines >= theta) == pytest.approx(share, abs=0.001)
+
+
+def test_thresholds_between_memories_link_a_share_of_their_own_pairs() -> None:
+    """An episode with the turns that it does not rest on, and with the facts of other episodes."""
+    episode = {"id": "e", "source_seqs": [0]}
+    near, far = vectors(X, X, Y), vectors(Y, X)
+    facts = [({"episode_id": "e"}, far[1]), ({"episode_id": "other"}, far[0])]
+    stored: dict[str, Any] = {"episode": [(episode, near[0])], "fact": facts}
+    reports: Any = SimpleNamespace(
+        memory_vectors=lambda tenant, kind: iter(stored[kind]),
+        turns_with_vectors=lambda tenant: enumerate(near),
+    )
+    found = calibrate_memories(reports, 0.5, tenant="ann")
+    assert (found["turn_episode_pairs"], found["episode_fact_pairs"]) == (2, 1)
+    assert found["theta_merge"] == pytest.approx(0.0, abs=0.001)
+    assert found["theta_evoke"] == pytest.approx(0.0, abs=0.001), "the fact of the episode does not count"
+    stored["episode"] = []
+    assert calibrate_memories(reports, 0.5, tenant="ann")["theta_merge"] is None

@@ -24,6 +24,8 @@ from undertow.engine.base.results import SearchResult
 from undertow.engine.encoders.base import Encoder
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.readers import read
+from undertow.engine.step import effects
+from undertow.engine.tenants import log
 
 from ...support.engine import (
     RecordingLLM,
@@ -40,6 +42,7 @@ from ...support.engine import (
     settings_of,
     turn_of,
 )
+from ...support.oracles import pair_thetas
 from ...support.policies.variants import VARIANTS
 
 LOCOMO = Path(__file__).parents[4] / "shared" / "data" / "locomo_dev.json"
@@ -72,14 +75,16 @@ def locomo() -> Turns:
     return turns
 
 
-@pytest.fixture(scope="module", params=[*get_args(PolicyName), "paper"])
+@pytest.fixture(scope="module", params=[*get_args(PolicyName), "paper", "by share"])
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     shared = {**THETA, "window_messages": 6, "theta_evoke": 0.5, "heat_threshold": 2.0}
+    if request.param == "by share":
+        shared = {"theta_share": 0.06, "theta_count": 3}
     if request.param == "paper":
         return {**shared, "policy": "recmem", "profile": "paper"}
     return {
         **shared,
-        "policy": request.param,
+        "policy": "recmem" if request.param == "by share" else request.param,
         "profile": "companion",
         "salience_turns": 6,
         "salience_day_tokens": 3_000,
@@ -119,6 +124,8 @@ def test_the_runs_contain_every_kind_of_decision(expected: Run, options: dict[st
         assert empty and refires
     else:
         check_salient_runs(expected, options)
+    told = [d.thetas for d in every if d.thetas]
+    assert len({*told}) == (20 if "theta_share" in options else 0)
     assert any(d.decision == "parked" and d.merge_asked and d.cluster == (d.seq,) for d in every)
     assert any(d.decision == "parked" and len(d.cluster) > 1 for d in every)
     asked = {p.operation for prompts in expected.prompts.values() for p in prompts}
@@ -372,12 +379,15 @@ def worlds(draw: st.DrawFn) -> tuple[Settings, TableEncoder, MockReplies, Turns]
         turns[name] = [replace(turn, session_id=f"s{n // session_turns}") for n, turn in enumerate(said)]
     texts = [turn.text for of_tenant in turns.values() for turn in of_tenant]
     table = dict(zip(texts, pool[rng.integers(0, len(pool), len(texts))], strict=True))
+    thetas = {"theta_sim": threshold(rng, pool, 1), "theta_merge": threshold(rng, pool, 2)}
+    for name in draw(st.sampled_from([(), (), ("theta_merge",), ("theta_sim", "theta_merge")])):
+        del thetas[name]
     settings = settings_of(
         short_term_pages=draw(st.sampled_from([1, 7])),
         heat_threshold=draw(st.sampled_from([1, 5])),
         **draw(st.sampled_from(get_args(PolicyName)).flatmap(lambda name: st.sampled_from(ways(name)))),
-        theta_sim=threshold(rng, pool, 1),
-        theta_merge=threshold(rng, pool, 2),
+        **thetas,
+        theta_share=draw(st.sampled_from([0.05, 0.3])),
         theta_count=draw(st.integers(1, 6)),
         window_messages=draw(st.sampled_from([1, 3, 8])),
         theta_evoke=threshold(rng, pool, 1),
@@ -397,3 +407,21 @@ def test_engine_equals_oracle_on_ties_and_near_ties(
     with tempfile.TemporaryDirectory() as store:
         run = engine_run(Path(store), settings, encoder, replies, interleaved(turns, seed))
     assert_same(run, oracle_run(settings, encoder, replies, turns))
+
+
+@hypothesis_settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(world=worlds(), seed=st.integers(0, 99))
+def test_thresholds_that_turns_tell_are_those_of_the_oracle_on_ties(
+    world: tuple[Settings, TableEncoder, MockReplies, Turns], seed: int
+) -> None:
+    settings, encoder, replies, turns = world
+    settings = settings.under("recmem").model_copy(update={"theta_sim": None})
+    with tempfile.TemporaryDirectory() as store, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(log, "THETA_TURNS", 4)
+        patched.setattr(pair_thetas, "TURNS", 4)
+        patched.setattr(effects, "SAMPLE_TURNS", 9)
+        patched.setattr(pair_thetas, "SAMPLE", 9)
+        run = engine_run(Path(store), settings, encoder, replies, interleaved(turns, seed))
+        expected = oracle_run(settings, encoder, replies, turns)
+    assert any(d.thetas for decisions in run.decisions.values() for d in decisions)
+    assert_same(run, expected)

@@ -111,6 +111,19 @@ def test_kills_in_a_row_at_random_moments(
     assert_same_state(end_state(tmp_path), expected)
 
 
+def test_kills_where_turns_tell_the_thresholds(driver: Driver, task: dict[str, Any], tmp_path: Path) -> None:
+    by_share = {"theta_sim": None, "theta_merge": None, "theta_share": 0.1}
+    long = write_log(tmp_path / "log.jsonl", TENANTS[:1], 140, session_turns=20)
+    task = {**task, "log": long, "settings": {**task["settings"], **by_share}}
+    expected, took_s = run_undisturbed(driver, tmp_path / "undisturbed", task)
+    assert sum('"thetas"' in line for line in expected.exports["ann"]) == 2
+    rng = random.Random(9)
+    moments_s = [rng.uniform(0.3, took_s / 2) for _ in range(6)]
+    kills, _ = run_until_done(driver, tmp_path / "killed", task, moments_s)
+    assert kills >= 2
+    assert_same_state(end_state(tmp_path / "killed"), expected)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7_200)
 def test_two_hundred_kills(driver: Driver, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

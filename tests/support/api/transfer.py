@@ -95,6 +95,7 @@ def seen(engine: Engine, tenant: str) -> list[Any]:
         jobs,
         gates,
         live.thresholds_from,
+        live.told_from,
     ]
 
 

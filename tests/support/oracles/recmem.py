@@ -35,6 +35,7 @@ from undertow.prompts.reply_schemas import (
     SalientReply,
 )
 
+from .pair_thetas import ToldThetas
 from .run import Oracle, OracleDecision, OracleMemory, Whole, exact_dot
 
 FACTS_SHOWN = 10
@@ -69,21 +70,24 @@ class OracleRecMem(Oracle):
         self._turns: dict[int, Turn] = {}
         self._vectors: dict[int, Whole] = {}
         self._live: list[int] = []
+        self._thetas = ToldThetas()
 
     def take(self, seq: int, turn: Turn) -> None:
         """Decide one turn (the spec's steps 1 to 6)."""
         self._turns[seq] = self._dated(turn)
         self._vectors[seq] = self._embed(turn.text)
+        thetas = self._thetas.in_force(self.settings)
         nearest, score = self._nearest_episode(seq)
-        asked = nearest is not None and score is not None and score >= self.settings.merge_threshold
+        asked = nearest is not None and score is not None and score >= thetas["theta_merge"]
         asked = asked and self._speaks(seq)
-        decision, cluster, settled = self._decide(seq, nearest if asked else None)
+        decision, cluster, settled = self._decide(seq, nearest if asked else None, thetas["theta_sim"])
         if len(self._turns) % (self.settings.salience_turns or 1) == 0:
             window = sorted(self._turns)[-self.settings.salience_turns :]
             if (failed := self._read(seq, window, [*self._live, seq], settled)) and decision == "waits":
                 decision, cluster = "parked", failed
         name = nearest.id if nearest is not None else None
-        self.decisions.append(OracleDecision(seq, decision, asked, name, score, cluster, settled))
+        told = self._thetas.told_after(self._vectors)
+        self.decisions.append(OracleDecision(seq, decision, asked, name, score, cluster, settled, told))
         self._live.append(seq)
         self._live = [s for s in self._live if s not in settled]
 
@@ -103,7 +107,7 @@ class OracleRecMem(Oracle):
     # the steps
 
     def _decide(
-        self, seq: int, candidate: OracleMemory | None
+        self, seq: int, candidate: OracleMemory | None, theta_sim: float
     ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         alone = (seq,)
         if candidate is not None:
@@ -112,7 +116,7 @@ class OracleRecMem(Oracle):
                     return "merged", alone, alone
             except BadReply:
                 return "parked", alone, alone
-        cluster = tuple(sorted([*self._related(seq), seq]))
+        cluster = tuple(sorted([*self._related(seq, theta_sim), seq]))
         if len(cluster) >= self.settings.recurrence_count:
             cluster = tuple(s for s in cluster if self._speaks(s)) if self._speaks(seq) else ()
         if len(cluster) < self.settings.recurrence_count:
@@ -193,11 +197,11 @@ class OracleRecMem(Oracle):
                 best, best_score = episode, score
         return best, best_score
 
-    def _related(self, seq: int) -> list[int]:
+    def _related(self, seq: int, theta_sim: float) -> list[int]:
         """R_i of equation 5, within the k_gate nearest live turns."""
         scored = [(-exact_dot(self._vectors[seq], self._vectors[s]), s) for s in self._live]
         nearest = sorted(scored)[: 2 * self.settings.recurrence_count]
-        return [s for minus_score, s in nearest if -minus_score >= self.settings.similarity_threshold]
+        return [s for minus_score, s in nearest if -minus_score >= theta_sim]
 
     def _merged(self, seq: int, old: OracleMemory) -> bool:
         """Equation 6, then 8 and 9 with the new turn alone. False: the LLM refused."""

@@ -35,12 +35,21 @@ class Thresholds(Protocol):
     def recurrence_count(self) -> int: ...
 
     @property
+    def sim_share(self) -> float | None: ...
+
+    @property
+    def merge_share(self) -> float | None: ...
+
+    @property
     def ablation(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
 class OracleDecision:
-    """What became of one turn. `settled`: the turns that left the gates with it, by seq."""
+    """What became of one turn. `settled`: the turns that left the gates with it, by seq.
+
+    `thetas`: those that the turns so far have told, by name, for the turns after it.
+    """
 
     seq: int
     decision: str
@@ -49,6 +58,7 @@ class OracleDecision:
     score: float | None
     cluster: tuple[int, ...]
     settled: tuple[int, ...]
+    thetas: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)

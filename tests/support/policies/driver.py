@@ -49,6 +49,9 @@ class View:
     used: dict[str, int] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)  # settled
 
+    def thetas_are_due(self, seq: int) -> bool:
+        return False
+
     def turn(self, seq: int) -> TurnView:
         return self.turns[seq]
 

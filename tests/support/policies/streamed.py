@@ -27,8 +27,7 @@ class Streamed:
     """Takes the records of one tenant's log in order; the attributes are those of an `Oracle`."""
 
     def __init__(self, policy: Policy, settings: Settings, llm: LLMClient) -> None:
-        theta = Thresholds(settings.similarity_threshold, settings.merge_threshold, settings.recurrence_count)
-        self.view = View({}, thresholds=theta)
+        self.view = View({}, thresholds=Thresholds.of(settings))
         self.results: list[PolicyResult] = []
         self.decisions: list[OracleDecision] = []
         self.versions: list[OracleMemory] = []

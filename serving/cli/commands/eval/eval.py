@@ -102,12 +102,13 @@ Out = Annotated[
 
 _NEEDS_LLM = {
     *("policy", "ablation", "memories_of", "llm", "llm_model", "judge_llm", "judge_model", "judge_prompt"),
-    *("repeats", "questions", "answer_style", "profile", "theta_sim", "theta_merge", "theta_count", "calls"),
+    *("repeats", "questions", "profile", "answer_style", "calls"),
+    *("theta_share", "theta_sim", "theta_merge", "theta_count"),
 }
 # what memories are made under, and so what reads those of another run
 _IN_BUDGET = {
     *("policy", "ablation", "memories_of", "llm_model", "profile"),
-    *("theta_sim", "theta_merge", "theta_count", "calls"),
+    *("theta_share", "theta_sim", "theta_merge", "theta_count", "calls"),
 }
 
 

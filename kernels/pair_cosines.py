@@ -1,0 +1,43 @@
+"""The cosine that a share of the pairs among some vectors reaches, exactly.
+
+An fp16 value is a multiple of 2^-24, so a product is one of 2^-48, and no sum of products of two unit vectors
+needs more than fp64's 53 bits. So no sum is rounded, whatever its order, the device or the threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from undertow.kernels.arena.vector_checks import Vectors
+
+
+def pair_quantiles(vectors: Vectors, shares: Sequence[float]) -> tuple[float, ...]:
+    """For each share the greatest cosine that at least this share of the pairs has: 1 for more than 1.
+
+    vectors: float16 [n, dim], n at least 2, normalised, NumPy or a tensor; shares: each above 0, below 1.
+    """
+    if isinstance(vectors, torch.Tensor):
+        rows = vectors.double()
+        cosines = (rows @ rows.T).cpu().numpy()
+    else:
+        wide = vectors.astype(np.float64)
+        cosines = wide @ wide.T
+    of_pairs = cosines[np.tri(len(cosines), k=-1, dtype=np.bool_)]
+    places = [len(of_pairs) - max(1, int(np.ceil(share * len(of_pairs)))) for share in shares]
+    ordered = np.partition(of_pairs, places)
+    return tuple(float(np.clip(ordered[place], -1.0, 1.0)) for place in places)
+
+
+def sample_order(seqs: NDArray[np.int32]) -> NDArray[np.int64]:
+    """The places of `seqs`, int32 [n], in a random order that is the same everywhere: int64 [n].
+
+    By splitmix64: the first few are a fair sample, and most of them stay so as more seqs follow.
+    """
+    mixed = seqs.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable")
