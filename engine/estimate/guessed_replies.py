@@ -33,8 +33,8 @@ Shown = dict[str, list[str]]  # texts by heading
 Fields = dict[str, Any]
 
 
-class GuessedReplies:
-    """The replies of one run over any number of tenants. No two facts are alike."""
+class _Parts:
+    """The parts of replies: counts as assumed, and texts of the right length."""
 
     def __init__(self, assumed: Assumptions, on_text: Callable[[str, Texts], None] = lambda *_: None) -> None:
         """`on_text` receives each text that is written, and the shown texts that it is made of."""
@@ -43,6 +43,38 @@ class GuessedReplies:
         means = asdict(assumed) | {"topics": 1 / assumed.topic_messages}
         self._counts = {name: Evenly(mean) for name, mean in means.items()}
         self._sentences = 0
+
+    def _take(self, name: str, times: int = 1) -> int:
+        return self._counts[name].take(times)
+
+    def _write(self, texts: Texts, chars: float) -> str:
+        text = stand_in(texts, chars).strip()
+        self._on_text(text, texts)
+        return text
+
+    def _facts(self, texts: Texts, count: int) -> list[str]:
+        """Sentences made of these texts in turn. A number tells them apart."""
+        found = []
+        for n in range(count):
+            self._sentences += 1
+            source = texts[n % len(texts)]
+            text = stand_in([str(self._sentences), source], self._assumed.fact_chars).strip()
+            self._on_text(text, [source])
+            found.append(text)
+        return found
+
+    def _narrative(self, texts: Texts, chars: float) -> Fields:
+        return {"cue": self._write(texts, CUE_CHARS), "narrative": self._write(texts, chars)}
+
+    def _cut(self, count: int, messages_each: int) -> list[range]:
+        """The numbers 1 to `count` in as many runs as there are topics."""
+        runs = max(1, min(count, self._take("topics", count * messages_each)))
+        starts = [1 + n * count // runs for n in range(runs)]
+        return [range(start, end) for start, end in zip(starts, [*starts[1:], count + 1], strict=True)]
+
+
+class GuessedReplies(_Parts):
+    """The replies of one run over any number of tenants. No two facts are alike."""
 
     def to(self, prompt: Prompt) -> Reply:
         """The reply to a prompt. ValueError: a prompt that makes no memories of turns."""
@@ -203,36 +235,6 @@ class GuessedReplies:
         numbered = enumerate(texts)
         like = {"kind": "knowledge", "replaces": None}
         return {"lines": [{"text": t, "turns": [1 + n % len(turns)], **like} for n, t in numbered]}
-
-    # ---- the parts of replies
-
-    def _take(self, name: str, times: int = 1) -> int:
-        return self._counts[name].take(times)
-
-    def _write(self, texts: Texts, chars: float) -> str:
-        text = stand_in(texts, chars).strip()
-        self._on_text(text, texts)
-        return text
-
-    def _facts(self, texts: Texts, count: int) -> list[str]:
-        """Sentences made of these texts in turn. A number tells them apart."""
-        found = []
-        for n in range(count):
-            self._sentences += 1
-            source = texts[n % len(texts)]
-            text = stand_in([str(self._sentences), source], self._assumed.fact_chars).strip()
-            self._on_text(text, [source])
-            found.append(text)
-        return found
-
-    def _narrative(self, texts: Texts, chars: float) -> Fields:
-        return {"cue": self._write(texts, CUE_CHARS), "narrative": self._write(texts, chars)}
-
-    def _cut(self, count: int, messages_each: int) -> list[range]:
-        """The numbers 1 to `count` in as many runs as there are topics."""
-        runs = max(1, min(count, self._take("topics", count * messages_each)))
-        starts = [1 + n * count // runs for n in range(runs)]
-        return [range(start, end) for start, end in zip(starts, [*starts[1:], count + 1], strict=True)]
 
 
 def _name_of(prompt: Prompt) -> str:
