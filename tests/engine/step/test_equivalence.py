@@ -73,7 +73,7 @@ def locomo() -> Turns:
 
 @pytest.fixture(scope="module", params=[*get_args(PolicyName), "paper"])
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    shared = {**THETA, "window_messages": 6, "theta_evoke": 0.5}
+    shared = {**THETA, "window_messages": 6, "theta_evoke": 0.5, "theta_compare": 0.3}
     if request.param == "paper":
         return {**shared, "policy": "recmem", "profile": "paper"}
     return {
