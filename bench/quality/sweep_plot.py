@@ -38,7 +38,7 @@ def _thresholds(axes: Axes, points: Sequence[Point], setting: str, label: str, w
     """Prompt tokens by operation, one bar a value; the share of turns consolidated as a line over them."""
     values = [point[setting] for point in points]
     floor = [0.0] * len(points)
-    for operation in OPERATIONS:
+    for operation in (op for op in OPERATIONS if any(op in point["prompt_tokens"] for point in points)):
         tokens = [point["prompt_tokens"].get(operation, 0) / 1000 for point in points]
         axes.bar(values, tokens, width, bottom=floor, label=operation)
         floor = [below + height for below, height in zip(floor, tokens, strict=True)]

@@ -37,7 +37,7 @@ QUEUE_TURNS = 2_048
 """So many turns wait to be stored, at most: more would be waits of the measurement's own making."""
 
 MOCK_REFUSALS = 0.3
-"""Share of merges that the mock LLM does not grant; each that it grants asks for a refinement."""
+"""Share of merges that the mock LLM does not grant."""
 
 _WARM_UP_TURNS = 24
 _SAMPLE_S = 0.05

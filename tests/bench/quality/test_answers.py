@@ -96,7 +96,7 @@ def test_the_engine_is_the_default_and_its_construction_is_told(boat: Path, out:
     assert shown["episodes"] and shown["facts"]
 
 
-HIMEM_CALLS = {"segment": 1, "notes": 1, "traits": 1, "align": 1}
+HIMEM_CALLS = {"segment": 1, "notes": 1}
 
 
 @pytest.mark.parametrize(

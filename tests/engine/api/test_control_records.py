@@ -116,7 +116,7 @@ def test_a_turn_deleted_while_the_llm_reads_it_leaves_no_byte(
     policy: PolicyName, operation: str, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {**ALONE, "policy": policy, "window_messages": 4, "short_term_pages": 2}
-    options |= {"calls": "paper"} if operation == "refine" else {}
+    options |= {"calls": "paper"} if operation in ("refine", "traits") else {}
     llm = HeldLLM(MockReplies(2))
     texts = ["the boat and the harbour", f"the boat of the {MARKER}", *[f"the boat {n}" for n in range(6)]]
     turns = [replace(turn_of("ann", n, text), session_id=f"s{n // 4}") for n, text in enumerate(texts)]

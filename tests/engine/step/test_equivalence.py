@@ -77,7 +77,7 @@ def locomo() -> Turns:
 
 @pytest.fixture(scope="module", params=[*get_args(PolicyName), "paper", "by share"])
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    shared = {**THETA, "window_messages": 6, "theta_evoke": 0.5, "heat_threshold": 2.0}
+    shared = {**THETA, "window_messages": 6, "theta_evoke": 0.5, "theta_compare": 0.3, "heat_threshold": 2.0}
     if request.param == "by share":
         shared = {"theta_share": 0.06, "theta_count": 3}
     if request.param == "paper":

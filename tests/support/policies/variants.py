@@ -52,5 +52,5 @@ VARIANTS: Mapping[str, Variant] = {
     "himem without alignment": _himem(*_NOTED, "traits", *_REVISED, himem_align_notes=False),
     "himem, aligned episodes": _himem(*_NOTED, "align", *_REVISED, himem_align_episodes=True),
     "himem without self-evolution": _himem(*_NOTED, himem_self_evolution=False),
-    "himem, forgetting": _himem(*_NOTED, *_REVISED, himem_max_notes=5),
+    "himem, forgetting": _himem(*_NOTED, *_REVISED, himem_max_notes=3),
 }
