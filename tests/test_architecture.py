@@ -33,7 +33,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 KERNEL_PACKAGES = {"torch", "cupy", "numpy", "faiss", "numba", "llvmlite", "triton"}
 
 # Upper bounds that only go down, but for what a new feature is allowed (docs/decisions/0030).
-SOURCE_LINES = 57_900
+SOURCE_LINES = 57_990
 TEST_LINES = 47_050
 TEST_LINES = 47_050
 # Made by `make client` from the asynchronous client, and compared with it by a test.
