@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from undertow.bench.quality import sweeps
+from undertow.bench.quality import firing_rates, sweeps
 from undertow.bench.quality.ablations import ABLATIONS, ablated, varied
 from undertow.bench.quality.datasets import Sample, load
 from undertow.bench.quality.sweeps import construction, evidence, evidence_behind
@@ -143,3 +143,22 @@ def test_a_file_that_is_no_locomo_is_refused(tmp_path: Path) -> None:
     assert ran.code != 0
     assert "not locomo" in ran.err
     assert not (tmp_path / "out").exists()
+
+
+def test_firing_rates_are_those_of_each_tenant_or_of_parts_of_it(
+    samples: list[Sample], data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = {samples[0].tenant: samples[0].turns}
+    parts = firing_rates.parts_of(turns, 5)
+    assert [(name, len(of)) for name, of in parts.items()] == [("made-up/0", 5), ("made-up/5", 5)]
+    assert {turn.tenant for turn in parts["made-up/5"]} == {"made-up/5"}
+    paper = varied(SETTINGS, theta_sim=0.6, theta_merge=1.0, theta_count=3, salience_turns=0, quiet_share=0.0)
+    told = firing_rates.rates(firing_rates.parts_of(turns, None), paper, KeptVectors(HashingEncoder(384)))
+    assert told["fires"]["mean"] == told["requests"]["mean"] == 25.0, "the third turn of each of three topics"
+    assert firing_rates.spread([0.0, 2.0, 4.0]) == {
+        **{"mean": 2.0, "deviation": 1.63, "ratio": 0.82, "least": 0.0, "most": 4.0, "none": 1}
+    }
+    monkeypatch.setenv("UNDERTOW_ENCODER", "hash:384")
+    assert firing_rates.main(["--data", str(data), "--parts", "6"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["the default"]["by share"]["tenants"] == 4
