@@ -20,7 +20,7 @@ from undertow.prompts.builders import QUERY_OPERATIONS, REPLIES, prompt_version
 # prompts; the first ones shape the answers only
 _ANSWERING = (
     *("retain_consolidated", "search", "answer_mode", "answer_tokens", "ivf_rows", "words_rows"),
-    "query_prompt",
+    *("query_prompt", "rerank", "rerank_candidates", "rerank_ms"),
 )
 _TIERS = tuple(field.name for field in fields(Tiers))
 SETTINGS = (
