@@ -20,6 +20,7 @@ from undertow.engine.base.trace_context import use_traceparent
 from undertow.engine.llm.client import BadReply, BrokenOff, Completion, OnText
 from undertow.engine.policies.base import Learns, PromptTooLong
 from undertow.engine.search.answer_modes import Answering, Question, Say, answering
+from undertow.engine.search.rerank import Rerank
 from undertow.engine.step.answer_feedback import Feedback, new_ones
 from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import usage_to_json
@@ -32,8 +33,8 @@ class PendingAnswer:
     """A question under way: the mode that answers it, the LLM call that it waits for, and its cost.
 
     `incarnation`: the tenant's; no other one receives the feedback. `learns`: what its policy learns from the
-    answer. `due`: the cost that is not metered yet, by operation. `given`: the answer and the memories it was
-    given, once the mode has ended.
+    answer. `rerank`: what the mode waits for before it begins. `due`: the cost that is not metered yet, by
+    operation. `given`: the answer and the memories it was given, once the mode has ended.
     """
 
     tenant: str
@@ -42,6 +43,7 @@ class PendingAnswer:
     learns: Learns
     steps: Answering
     on_text: OnText | None
+    rerank: Rerank | None = None
     say: Say | None = None
     call: Future[Completion] | None = None
     spent: Usage = field(default_factory=Usage)
@@ -75,7 +77,8 @@ class AnswerCalls(SearchCalls):
         if self._llm is None:
             raise NoLLM("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
         tenant, question = query.tenant, query.question
-        recall = partial(self.recall, tenant, question)
+        rerank = self._begin_rerank(tenant, question)
+        recall = partial(self.recall, tenant, question, rerank)
         try:
             settings = self._settings_of(tenant)
             answered_by, style = settings.mode_of(query.mode), settings.style_of_answers
@@ -84,8 +87,9 @@ class AnswerCalls(SearchCalls):
         as_of = None if query.as_of is None else parse_timestamp(query.as_of)
         steps = answering(answered_by, Question(question, as_of, recall, self._budget, style))
         incarnation, learns = self.tenants.incarnation(tenant), self._learns_of(tenant)
-        asked = PendingAnswer(tenant, incarnation, question, learns, steps, on_text)
-        self._go_on(asked)
+        asked = PendingAnswer(tenant, incarnation, question, learns, steps, on_text, rerank)
+        if rerank is None:
+            self._go_on(asked)
         return asked
 
     def let_go(self, asked: PendingAnswer) -> None:
@@ -93,6 +97,8 @@ class AnswerCalls(SearchCalls):
 
         Its earlier calls are metered, if the tenant is still here in the same incarnation and is writable.
         """
+        if asked.rerank is not None:
+            asked.rerank.scores.cancel()
         if self._llm is not None and asked.call is not None:
             self._llm.cancel(asked.call)
         if self.journal.writable and self._failure is None:
@@ -107,6 +113,8 @@ class AnswerCalls(SearchCalls):
         dropped, even if a new tenant has the name.
         """
         self._check_lives(asked)
+        if asked.rerank is not None and not self._end_rerank(asked, asked.rerank):
+            return None
         try:
             while asked.given is None:
                 assert asked.call is not None, "a mode that has not ended waits for a call"
@@ -129,6 +137,15 @@ class AnswerCalls(SearchCalls):
         except UndertowError:
             self.let_go(asked)
             raise
+
+    def _end_rerank(self, asked: PendingAnswer, rerank: Rerank) -> bool:
+        """Begin the mode once the rerank has ended, or its time. The trace has how it ended."""
+        if (outcome := rerank.settle()) is None:
+            return False
+        with self.trace.span(outcome, hits=len(rerank.hits)):
+            asked.rerank = None
+        self._go_on(asked)
+        return True
 
     def _check_not_lost(self, asked: PendingAnswer) -> None:
         if self._llm is not None and self.server_lost:

@@ -33,6 +33,7 @@ from undertow.engine.llm.client import LLMClient, OpenAILLM
 from undertow.engine.policies.base import PromptBudget, Thresholds
 from undertow.engine.policies.registry import Policies
 from undertow.engine.search.ranking import Ranker
+from undertow.engine.search.rerank import make_reranker
 from undertow.engine.step.admission import Admission
 from undertow.engine.step.answer_feedback import FEEDBACK_PER_STEP, FeedbackQueue
 from undertow.engine.step.batch_size import MOST_TURNS, BatchSizer
@@ -108,6 +109,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
             self._llm = llm
             if llm is not None:
                 llm.on_call = self.trace.llm_request
+            self._reranker = make_reranker(settings)
             self._texts = EmbeddingCache(encoder, settings.encode_cache_texts)
             self._encode_ahead = EncodeAhead(self._texts)
             gate = make_gate(self.arena)
@@ -186,6 +188,8 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
                     self._log_feedback(len(self._feedback))
         finally:
             self._encode_ahead.close()
+            if self._reranker is not None:
+                self._reranker.close()
             # not left to the collector: tenants and indexes refer to it, and a card holds few pools
             self.arena.close()
             self.tenants.texts.close()

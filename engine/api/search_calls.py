@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,7 @@ from undertow.engine.search.ranking import (
     live_turns,
     turn_hits,
 )
+from undertow.engine.search.rerank import Rerank, Reranker, reordered
 from undertow.engine.step.answer_feedback import FeedbackQueue
 from undertow.engine.step.scheduler import Scheduler, StepReport
 from undertow.engine.storage.journal import Journal, Row
@@ -87,6 +89,7 @@ class SearchCalls(ABC):
     _texts: EmbeddingCache
     _feedback: FeedbackQueue
     _llm: LLMClient | None
+    _reranker: Reranker | None
     _budget: PromptBudget
     _failure: BaseException | None
 
@@ -173,14 +176,38 @@ class SearchCalls(ABC):
             raise outage  # it may be there in other words
         return found
 
-    def recall(self, tenant: str, question: str) -> SearchResult:
-        """The memories that an answer is given, see policies.base.Tiers."""
+    def recall(self, tenant: str, question: str, rerank: Rerank | None = None) -> SearchResult:
+        """The memories that an answer is given, see policies.base.Tiers, in the order of a rerank if any."""
         of, tiers = self._tenant(tenant), self._policies.answer_tiers(self._policy_shown(tenant))
         found = self._whole(tenant, self._rank(tenant, question, tiers))
+        if rerank is not None:
+            found = reordered(found, rerank.order)
         if not tiers.tokens:
             return with_companions(of, found, tiers)
         is_whole = len(found.turns) == live_turns(of)
         return packed(as_told(of, found), tiers.tokens, is_whole=is_whole)
+
+    def reranked(self, query: str, found: SearchResult) -> SearchResult:
+        """The result with its best candidates ranked anew, however long it takes; as it is if that is off."""
+        hits = found.ranked(self.settings.rerank_candidates)
+        if self._reranker is None or not hits:
+            return found
+        rerank = Rerank(hits, self._reranker.submit(query, [hit.memory for hit in hits]), math.inf)
+        rerank.scores.result()
+        rerank.settle()
+        return reordered(found, rerank.order)
+
+    def _begin_rerank(self, tenant: str, question: str) -> Rerank | None:
+        """Begin to rerank the candidates of an answer; None: reranking is off, or nothing was found."""
+        if self._reranker is None:
+            return None
+        tiers = self._policies.answer_tiers(self._policy_shown(tenant))
+        found = self._whole(tenant, self._rank(tenant, question, tiers))
+        hits = found.ranked(self.settings.rerank_candidates)
+        if not hits:
+            return None
+        scores = self._reranker.submit(question, [hit.memory for hit in hits])
+        return Rerank(hits, scores, time.monotonic() + self.settings.rerank_ms / 1_000)
 
     def _tiers_of(self, tenant: str) -> Tiers:
         return self._policies.tiers(self._policy_shown(tenant))

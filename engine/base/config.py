@@ -124,6 +124,12 @@ class Settings(BaseSettings):
     # The ranking of searches, also for answers. "dense": by cosine alone, as in the paper; "hybrid": also by
     # keywords (engine/search/keyword_index.py).
     search: Literal["hybrid", "dense"] = "hybrid"
+    # The best candidates of an answer's search are ranked anew (engine/search/rerank.py): "off", or
+    # cross-encoder:MODEL, a sentence-transformers cross-encoder's name or folder, on the CPU. After
+    # `rerank_ms`, and after an error, the order of the search stays.
+    rerank: str = Field(default="off", pattern=r"^(off|cross-encoder:.+)$")
+    rerank_candidates: int = Field(default=40, ge=1, le=200)
+    rerank_ms: int = Field(default=1_000, ge=1)
 
     # A sentence-transformers model's name or folder, openai:MODEL for an endpoint, or hash:DIM.
     encoder: str = "sentence-transformers/all-MiniLM-L6-v2"

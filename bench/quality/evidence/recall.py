@@ -97,13 +97,18 @@ def retrieve(
     k: int = max(DEPTHS),
     on_question: Callable[[], None] = lambda: None,
 ) -> Iterator[Retrieved]:
-    """Search for each scored question, k turns. The engine is empty at first and encodes with `vectors`."""
+    """Search for each scored question, k turns, and rerank if the engine is set to.
+
+    The engine is empty at first and encodes with `vectors`.
+    """
+    depth = k if engine.settings.rerank == "off" else max(k, engine.settings.rerank_candidates)
     for sample in samples:
         scored = [question for question in sample.questions if question.is_scored]
         vectors.encode_queries([question.text for question in scored])  # one by one would make small batches
         place = {receipt.id: n for n, receipt in enumerate(engine.add_batch(sample.turns))}
         for question in scored:
-            hits = engine.search(sample.tenant, question.text, k_sub=k, k_epi=0, k_sem=0).turns
+            found = engine.search(sample.tenant, question.text, k_sub=depth, k_epi=0, k_sem=0)
+            hits = engine.reranked(question.text, found).turns[:k]
             yield Retrieved(question, hits, tuple(sample.holds[place[hit.id]] for hit in hits))
             on_question()
 

@@ -20,7 +20,7 @@ from undertow.prompts.builders import QUERY_OPERATIONS, prompt_versions
 # prompts; the first ones shape the answers only
 _ANSWERING = (
     *("retain_consolidated", "search", "answer_mode", "answer_style", "answer_tokens", "ivf_rows"),
-    *("words_rows", "query_prompt"),
+    *("words_rows", "query_prompt", "rerank", "rerank_candidates", "rerank_ms"),
 )
 _TIERS = tuple(field.name for field in fields(Tiers))
 SETTINGS = (

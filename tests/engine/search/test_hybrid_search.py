@@ -29,7 +29,7 @@ from undertow.kernels.topk.combined_score import raised
 from ...support.engine import NEVER, open_engine, turn_of
 
 WORDS = ("boat", "harbour", "plank", "varnish", "summer", "carpenter", "kiln", "clay", "glaze", "kettle")
-QUERIES = ("the carpenter's planks", "the kettle in the harbour", "varnish", "zeppelin", "clay 3")
+QUERIES = ("the carpenter's planks", "the kettle in the harbour", "varnish", "zeppelin", "the user's clay 3")
 
 
 def texts(count: int) -> list[str]:

@@ -41,6 +41,7 @@ def _measure_recall(plan: Plan, *, as_json: bool) -> None:
         "left_out": questions - scored,
         "encoder": plan.settings.encoder,
         "search": plan.settings.search,
+        "rerank": plan.settings.rerank,
     }
     kept = KeptVectors(make_encoder(plan.settings), plan.vectors)
     with (

@@ -1,0 +1,110 @@
+"""Reranks what a search found with a cross-encoder, on a thread of its own (UNDERTOW_RERANK)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from undertow.engine.base.model import UndertowError
+from undertow.engine.base.results import Hit, SearchResult
+from undertow.engine.encoders.model_files import model_folder
+
+if TYPE_CHECKING:
+    from undertow.engine.base.config import Settings
+
+log = logging.getLogger(__name__)
+
+CROSS_ENCODER = "cross-encoder:"
+
+
+class Reranker:
+    """Scores texts against a question with a cross-encoder. Loads the model at the first call.
+
+    One thread serves all tenants, a call at a time, so that a long call delays other reranks, which have a
+    time limit, and nothing else.
+    """
+
+    def __init__(self, model: str) -> None:
+        """`model`: a sentence-transformers cross-encoder's name or folder. EncoderError: it is not here."""
+        self._folder = model_folder(model)
+        self._model: Any = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rerank")
+
+    def submit(self, question: str, texts: Sequence[str]) -> Future[list[float]]:
+        """The score of each text, higher is better. The future has any error of the model's."""
+        return self._thread.submit(self._scores, question, texts)
+
+    def _scores(self, question: str, texts: Sequence[str]) -> list[float]:
+        if self._model is None:
+            from sentence_transformers import CrossEncoder
+
+            self._model = CrossEncoder(str(self._folder), device="cpu", local_files_only=True)
+        scores = self._model.predict([(question, text) for text in texts], show_progress_bar=False)
+        if scores.shape != (len(texts),) or not np.isfinite(scores).all():
+            raise UndertowError(
+                f"{self._folder} gives no score for each pair. Name a cross-encoder of one output."
+            )
+        found: list[float] = scores.tolist()
+        return found
+
+    def close(self) -> None:
+        """Drop what waits. A call that runs ends by itself."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def make_reranker(settings: Settings) -> Reranker | None:
+    """The reranker that `settings.rerank` names; None: off."""
+    if settings.rerank == "off":
+        return None
+    return Reranker(settings.rerank.removeprefix(CROSS_ENCODER))
+
+
+@dataclass(slots=True)
+class Rerank:
+    """The rerank of one question's hits: under way until `due_s` (time.monotonic).
+
+    `order`: the hits' ids, best first, once it has come in time; empty: the order of the search stays.
+    """
+
+    hits: Sequence[Hit]
+    scores: Future[list[float]]
+    due_s: float
+    order: tuple[str, ...] = field(default=())
+
+    def settle(self) -> str | None:
+        """How it ended: "rerank", "rerank_late" or "rerank_failed"; None: it is under way."""
+        if not self.scores.done():
+            if time.monotonic() < self.due_s:
+                return None
+            self.scores.cancel()
+            log.warning("a rerank is late: the order of the search stays")
+            return "rerank_late"
+        if (error := self.scores.exception()) is not None:
+            log.warning("a rerank failed, the order of the search stays: %r", error)
+            return "rerank_failed"
+        ranked = sorted(zip(self.scores.result(), self.hits, strict=True), key=lambda one: -one[0])
+        self.order = tuple(hit.id for _, hit in ranked)
+        return "rerank"
+
+
+def reordered(found: SearchResult, order: Sequence[str]) -> SearchResult:
+    """The hits of these ids in this order; the others stay where they are.
+
+    They exchange their scores, so that the best has the highest: what packs and sorts goes by scores.
+    """
+    known = {hit.id: hit for hit in found.ranked()}
+    ranked = [known[one] for one in order if one in known]
+    scores = sorted((hit.score for hit in ranked), reverse=True)
+    score_of = {hit.id: score for hit, score in zip(ranked, scores, strict=True)}
+
+    def tier(hits: tuple[Hit, ...]) -> tuple[Hit, ...]:
+        moved = (replace(hit, score=score_of.get(hit.id, hit.score)) for hit in hits)
+        return tuple(sorted(moved, key=lambda hit: -hit.score))
+
+    return replace(found, episodes=tier(found.episodes), facts=tier(found.facts), turns=tier(found.turns))
