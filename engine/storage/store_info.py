@@ -23,9 +23,10 @@ from filelock import FileLock, Timeout
 from undertow.engine.storage.location import PRIVATE_FILE, Location
 from undertow.engine.storage.location import StoreError as StoreError
 
-FORMAT_VERSION = 3
-# Version 2 has no write-ahead log; its first writer makes it version 3.
-READABLE_VERSIONS = (2, FORMAT_VERSION)
+FORMAT_VERSION = 4
+# Version 2 has no write-ahead log; version 3 has neither thresholds by share nor vectors that come later than
+# their turns. The first writer makes it this version.
+READABLE_VERSIONS = (2, 3, FORMAT_VERSION)
 DESCRIPTION = "store.json"
 
 HASH_KEY = re.compile(r"[0-9a-f]{64}")
