@@ -114,13 +114,8 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
             self._encode_ahead = EncodeAhead(self._texts)
             gate = make_gate(self.arena)
             self._effects = EffectReader(self.arena, gate, self._texts)
-            self.ranker = Ranker(
-                self.arena,
-                gate,
-                settings.ivf_rows,
-                settings.words_rows,
-                retain_consolidated=settings.retain_consolidated,
-            )
+            bounds, keeps = (settings.ivf_rows, settings.words_rows), settings.retain_consolidated
+            self.ranker = Ranker(self.arena, gate, *bounds, retain_consolidated=keeps)
             self.scheduler = self._make_scheduler()
             self._residency = ArenaResidency(self.tenants, self.arena, self.scheduler, settings.arena_bytes)
         except BaseException:
