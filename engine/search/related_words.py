@@ -1,7 +1,7 @@
 """Related English words, which keyword search takes for one another at a discount: exercise and yoga.
 
 The table is data: for each word the eight nearest of 14,700 common words by an encoder's cosine
-(bench/quality/related_words.py makes it). It is the same for every tenant, encoder and machine.
+(bench/quality/evidence/related_words.py makes it). It is the same for every tenant, encoder and machine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Makes the table of related words (engine/search/related_words.py) with an encoder.
 
-    python -m undertow.bench.quality.related_words vocab.txt
+    python -m undertow.bench.quality.evidence.related_words vocab.txt
 
 The words are those of a vocabulary file, one a line, the most frequent first, such as BERT's: of words with
 one stem the first. The encoder is the settings' (`UNDERTOW_ENCODER`).
