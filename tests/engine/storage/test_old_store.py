@@ -48,7 +48,7 @@ def rounded(value: Any) -> Any:
 
 
 def of_then(value: Any) -> Any:
-    """Reports without what they have told since, and without scores, which the search weighs otherwise now."""
+    """Reports without what they have told since, and without scores, which search weighs otherwise now."""
     if isinstance(value, dict):
         later = ("thresholds", "memories", "score")
         return {key: of_then(held) for key, held in value.items() if key not in later}
