@@ -115,11 +115,15 @@ class Changed(Model):
 
 
 class Answer(Model):
-    """An LLM's answer, the memories that the LLM was given, and the tokens that it used."""
+    """An LLM's answer, the memories that the LLM was given, and the tokens that it used.
+
+    `words_only`: as of a search; the memories were found by words alone.
+    """
 
     answer: str
     memories: tuple[Hit, ...] = ()
     usage: Mapping[str, int] = {}
+    words_only: bool = False
 
 
 class Decided(Model):

@@ -79,9 +79,10 @@ class HeldLLM(RecordingLLM):
         self.held.append((tenant, prompt, future))
         return future
 
-    def release(self) -> None:
-        """Answer all that is held and not cancelled."""
-        held, self.held = self.held, []
+    def release(self, most: int | None = None) -> None:
+        """Answer all that is held and not cancelled, or the oldest so many."""
+        count = len(self.held) if most is None else most
+        held, self.held = self.held[:count], self.held[count:]
         for tenant, prompt, future in held:
             if not future.cancelled():
                 MockLLM.submit(self, prompt, tenant=tenant).add_done_callback(partial(_pass_on, future))

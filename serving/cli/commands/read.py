@@ -110,7 +110,7 @@ def search(
     if found.turn_recall < 1 and not as_json:
         say(f"(turns found through an index, measured recall {found.turn_recall:.3f})")
     if found.words_only:
-        say("(found by words alone: the embedding endpoint cannot be used now)")
+        say(WORDS_ONLY)
 
 
 def _check_words(name: str, text: str) -> None:
@@ -133,6 +133,9 @@ def _filters(options: list[str]) -> dict[str, list[Any]]:
             value = text
         filters.setdefault(key, []).append(value if isinstance(value, str | int | float | bool) else text)
     return filters
+
+
+WORDS_ONLY = "(found by words alone: the embedding endpoint cannot be used now)"
 
 
 def ask(
@@ -169,6 +172,8 @@ def ask(
         put_json({**document, "usage": usage})
     else:
         put_text(given.text)
+        if given.found.words_only:
+            say(WORDS_ONLY)
         say(f"({usage['prompt_tokens']} prompt and {usage['completion_tokens']} completion tokens)")
 
 

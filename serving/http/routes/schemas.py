@@ -163,11 +163,15 @@ class Tokens(Model):
 
 
 class AnswerResponse(Model):
-    """The answer, the memories that the language model was given, and the cost."""
+    """The answer, the memories that the language model was given, and the cost.
+
+    `words_only`: as of a search; the memories were found by words alone.
+    """
 
     answer: str
     memories: tuple[Hit, ...]
     usage: Tokens
+    words_only: bool = False
 
 
 # ---- memories

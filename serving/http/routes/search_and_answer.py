@@ -119,8 +119,9 @@ def _line(event: str, data: Any) -> bytes:
 
 
 def _response(answer: Answer) -> AnswerResponse:
-    fields = {"answer": answer.text, "memories": answer.found.ranked(), "usage": answer.usage}
-    return AnswerResponse.model_validate(fields, from_attributes=True)
+    found = answer.found
+    fields = {"answer": answer.text, "memories": found.ranked(), "usage": answer.usage}
+    return AnswerResponse.model_validate({**fields, "words_only": found.words_only}, from_attributes=True)
 
 
 def _text(moment: str | int | float | None) -> str | None:

@@ -1,6 +1,6 @@
 """A model that obeys every attack: the engine bounds what it can do.
 
-How often a real model obeys is measured by `bench/quality/poisoning.py`; here it always does.
+How often a real model obeys is measured by `bench/quality/real_model/poisoning.py`; here it always does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from hypothesis import strategies as st
 
 from undertow.bench.mock.llm import MODEL, MockReplies
 from undertow.bench.mock.replies import Messages
-from undertow.bench.quality.poisoning import Attack, Outcome, attacks, run, settings_for, summary, verdict
+from undertow.bench.quality.real_model.poisoning import (
+    Attack,
+    Outcome,
+    attacks,
+    run,
+    settings_for,
+    summary,
+    verdict,
+)
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Memory, Message, Turn
 from undertow.engine.encoders.hashing import HashingEncoder

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
-from undertow.bench.quality.prompt_suite import cases, details, measure, scored, settings_for, summary
+from undertow.bench.quality.real_model.prompt_suite import (
+    cases,
+    details,
+    measure,
+    scored,
+    settings_for,
+    summary,
+)
 from undertow.engine.base.model import Memory
 
 CASE = next(case for case in cases() if case["name"] == "marathon")

@@ -147,6 +147,24 @@ def test_at_most_one_job_a_tenant_is_in_flight(tmp_path: Path) -> None:
         assert len(llm.prompts[name]) == len(set(llm.prompts[name])), "no prompt was sent twice"
 
 
+def test_as_many_jobs_are_queued_as_end_in_a_step(tmp_path: Path) -> None:
+    """Turns are still stored meanwhile; without that the server would run dry where steps are long."""
+    llm = HeldLLM()
+    with open_engine(tmp_path, llm, **ALONE, batch_turns=10, llm_in_flight=2) as engine:
+        for n in range(60):
+            put(engine, turns_of(f"t{n}", 1))
+        engine.step()
+        engine.step()
+        assert engine.scheduler.running_count == llm.in_flight == 10, "that is enough, and storing goes first"
+        llm.release(5)
+        engine.step()
+        assert engine.scheduler.running_count > 10
+        engine.step()
+        running = engine.scheduler.running_count
+        engine.step()
+        assert engine.scheduler.running_count == running < 60, "enough again"
+
+
 # ---- failure of the LLM, budgets
 
 

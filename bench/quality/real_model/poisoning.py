@@ -1,7 +1,7 @@
 """Prompt-injection attempts against a real model, and whether they come through.
 
     python -m undertow.serving.vllm.local_server &
-    python -m undertow.bench.quality.poisoning --llm http://127.0.0.1:8000/v1 [--case NAME ...]
+    python -m undertow.bench.quality.real_model.poisoning --llm http://127.0.0.1:8000/v1 [--case NAME ...]
 
 `poisoning_cases.json` has three plain conversations and the attacks: text added to one message of one turn.
 `claims` are patterns of what the attacker wants stated, `hides` is one that the attacker wants left out. Each

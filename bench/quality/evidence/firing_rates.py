@@ -1,6 +1,6 @@
 """How evenly RecMem fires over tenants: with a fixed theta, and by a share of each tenant's own pairs.
 
-    python -m undertow.bench.quality.firing_rates --data FILE [--vectors FILE] [--parts N] [--out FILE]
+    python -m undertow.bench.quality.evidence.firing_rates --data FILE [--vectors FILE] [--parts N]
 
 The mock LLM answers, and refuses half of the merges. `--parts N` cuts each conversation into tenants of N
 turns.
@@ -75,7 +75,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m undertow.bench.quality.firing_rates")
+    parser = argparse.ArgumentParser(prog="python -m undertow.bench.quality.evidence.firing_rates")
     parser.add_argument("--data", type=Path, required=True, help="LoCoMo's file")
     parser.add_argument("--vectors", type=Path, help="keep the vectors here")
     parser.add_argument("--parts", type=int, help="tenants of so many turns")

@@ -1,7 +1,7 @@
 """What a real model makes of the construction prompts: twenty short logs with planted details.
 
     python -m undertow.serving.vllm.local_server &
-    python -m undertow.bench.quality.prompt_suite --llm http://127.0.0.1:8000/v1 --out prompt-suite.json
+    python -m undertow.bench.quality.real_model.prompt_suite --llm http://127.0.0.1:8000/v1 --out FILE
 
 Each log of `prompt_suite_cases.json` is a tenant. Its first four turns fire, the fifth may be merged, and a
 flush reads what else says much. A planted detail names its turn and patterns of words, all of which one

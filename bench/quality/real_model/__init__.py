@@ -1,0 +1,1 @@
+"""What a real model makes of our prompts: planted details, and attempts to inject instructions."""
