@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from undertow.bench.quality import firing_rates, sweeps
+from undertow.bench.quality import sweeps
 from undertow.bench.quality.ablations import ABLATIONS, ablated, varied
 from undertow.bench.quality.datasets import Sample, load
+from undertow.bench.quality.evidence import firing_rates
 from undertow.bench.quality.sweeps import construction, evidence, evidence_behind
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.config import Settings
