@@ -343,7 +343,13 @@ def answer_prompt(
 
 def repair_messages(prompt: Prompt, bad_reply: str, problem: str) -> list[dict[str, str]]:
     """The messages of `prompt`, followed by the unusable reply and the problem with it."""
-    request = _block("repair", "user", problem=_defused(problem), schema=prompt.reply is not None)
+    request = _block(
+        "repair",
+        "user",
+        problem=_defused(problem),
+        schema=prompt.reply is not None,
+        after_notes=prompt.after_notes,
+    )
     return [
         *prompt.messages,
         {"role": "assistant", "content": _defused(bad_reply) or "(empty)"},

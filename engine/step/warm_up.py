@@ -73,6 +73,7 @@ def _shares_of_words(count: int) -> Float64s:
     for row in places.tolist():
         index.put(row, [row])
     shares = index.scores([0], count)
+    index.common([0])
     add_context(shares.copy(), places[:-1], places[1:], places, 0.5, 0.5, shares)
     return shares
 

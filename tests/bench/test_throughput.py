@@ -133,13 +133,13 @@ def test_the_command_writes_figures_picture_and_trace(log: Path, tmp_path: Path)
     pytest.importorskip("matplotlib", reason="matplotlib is missing: pip install 'undertow[eval]'")
     out = tmp_path / "out"
     done = run(
-        *("bench", "ingest", "--data", log, "--tenants", "3", "--turns", "12", "--copies"),
+        *("bench", "ingest", "--data", log, "--tenants", "3", "--turns", "24", "--copies"),
         *("--llm-latency", "0.01", "--out", out, "--json"),
         env=MERGING,
     )
     assert (done.code, done.err) == (0, "")
     told = done.doc
-    assert (told["tenants"], told["turns"], told["texts"]) == (3, 36, "plain copies")
+    assert (told["tenants"], told["turns"], told["texts"]) == (3, 72, "plain copies")
     assert (told["encoder"], told["theta_sim"], told["llm"]) == ("hash:384", 0.5, "mock, 0.01 s")
     assert (told["encoder_dtype"], told["encoder_device"]) == ("float64", "cpu")
     assert (told["policy"], told["mock_refusal_rate"]) == ("recmem", MOCK_REFUSALS)

@@ -123,7 +123,9 @@ def test_shards_outlive_their_driver_and_the_next_one_finds_them(root: Location)
     driver.kill()
     driver.wait()
     assert pids.startswith("[")
-    with pytest.raises(UndertowError, match="decided by theta_sim"):
+    with pytest.raises(
+        UndertowError, match=r"decided by .*theta_share 0\.02, and the settings say theta_sim"
+    ):
         Cluster.open(root, settings(), resources=SMALL)
     with Cluster.open(root, PLAIN, resources=SMALL) as cluster:
         assert str(pids_of(cluster)) == pids

@@ -233,6 +233,7 @@ def test_notes_alone_are_no_answer(said: str, reason: str, problem: str) -> None
     answer, told, asked = streamed([said, end(reason), USED], ["Answer: Como.", end(), USED])
     assert answer == told == "Como."
     assert problem in asked[1]["messages"][-1]["content"]
+    assert "without notes" in asked[1]["messages"][-1]["content"], "a small model may write them without end"
 
 
 @pytest.mark.parametrize("context_tokens", [8_192, 1_024])

@@ -256,7 +256,9 @@ def test_no_server_for_a_whole_run(
     request: pytest.FixtureRequest,
 ) -> None:
     url = request.getfixturevalue(trouble)
-    with opened(tmp_path, url, policy=policy, llm_timeout_s=0.2, llm_patience_s=0.6) as engine:
+    with opened(
+        tmp_path, url, policy=policy, llm_timeout_s=0.2, llm_patience_s=0.6, search="dense"
+    ) as engine:
         add_all(engine, log)
         began_s = time.monotonic()
         assert not engine.drain()
@@ -265,7 +267,7 @@ def test_no_server_for_a_whole_run(
         assert url.removesuffix("/v1") in (engine.llm_error or "")
         assert_all_searchable_and_pending(engine, log)
     assert all(job["state"] == "pending" for job in end_state(tmp_path).jobs)
-    with opened(tmp_path, None, policy=policy) as engine:
+    with opened(tmp_path, None, policy=policy, search="dense") as engine:
         assert not engine.drain()
         assert_all_searchable_and_pending(engine, log)
     with healthy() as url, opened(tmp_path, url, policy=policy) as engine:
@@ -320,7 +322,7 @@ def test_a_server_lost_in_the_middle_of_a_job(
         while engine.stats()["llm_calls"] < 20:
             engine.step(0.05)
         assert engine.lag.running_jobs > 0
-    with opened(tmp_path, None, policy=policy) as engine:
+    with opened(tmp_path, None, policy=policy, search="dense") as engine:
         assert not engine.drain()
         assert len(engine.scheduler.blocked) > 0
     with healthy() as url, opened(tmp_path, url, policy=policy) as engine:
@@ -349,7 +351,7 @@ def test_a_refusal_surfaces_and_parks_nothing(
     tmp_path: Path,
 ) -> None:
     with healthy(**options) as url:
-        with opened(tmp_path, url, policy=policy, **values) as engine:
+        with opened(tmp_path, url, policy=policy, search="dense", **values) as engine:
             add_all(engine, log)
             assert not engine.drain()
             assert isinstance(engine.scheduler.llm_calls.refused, ServerRefused)
@@ -401,7 +403,8 @@ def test_refused_prompts_are_parked_one_by_one(
     """A server with a smaller context than we believe rejects prompts, not us: the others go on."""
     with (
         healthy(context_tokens=context_tokens) as url,
-        opened(tmp_path, url, policy=policy, reply_tokens=1_024) as engine,
+        # of HiMem's fused prompts none is longer than another in this log
+        opened(tmp_path, url, policy=policy, reply_tokens=1_024, calls="paper") as engine,
     ):
         add_all(engine, log)
         assert engine.drain()

@@ -136,7 +136,7 @@ def test_work_under_way_is_dropped_and_done_again_elsewhere(
 def test_what_a_dropped_job_has_cost_is_metered(tmp_path: Path, turns: list[Turn]) -> None:
     held = HeldLLM(REPLIES)
     name = LEAVE_A[0]
-    with Shards(tmp_path, llm=lambda: held) as shards:
+    with Shards(tmp_path, llm=lambda: held, calls="paper") as shards:  # jobs of several calls
         shards.add([turn for turn in turns if turn.tenant == name])
         engine = shards.engines["a"]
         running = None

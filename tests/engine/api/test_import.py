@@ -280,7 +280,8 @@ def test_an_export_larger_than_the_bound_is_refused(source: list[Report], tmp_pa
 
 
 def test_texts_are_embedded_by_the_store_that_takes_them(source: list[Report], tmp_path: Path) -> None:
-    with Engine(tmp_path, settings_of(**THETA), HashingEncoder(128), llm=MockLLM(REPLIES)) as engine:
+    by_cosine = settings_of(**THETA, search="dense")
+    with Engine(tmp_path, by_cosine, HashingEncoder(128), llm=MockLLM(REPLIES)) as engine:
         engine.import_("bob", source)
         hit = engine.search("bob", said("bob", 60).text).turns[0]
         assert hit.memory == said("bob", 60).text and hit.score == pytest.approx(1.0, abs=1e-3)

@@ -217,7 +217,7 @@ def test_files_are_fed_through_a_full_pool(
 ) -> None:
     lines = [turn_line(f"t{n % 40}", n, f"word{n}") for n in range(160)]
     log = write_log(tmp_path / "log", lines)
-    use_pool(monkeypatch, 200)
+    use_pool(monkeypatch, 150)
     steps: list[StepReport] = []
     llm = RecordingLLM(REPLIES, latency_s=0.002)
     with open_engine(tmp_path / "store", llm, **ALONE, batch_turns=6) as engine:

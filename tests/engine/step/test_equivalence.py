@@ -79,16 +79,16 @@ def locomo() -> Turns:
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     shared = {**THETA, "window_messages": 6, "theta_evoke": 0.5, "theta_compare": 0.3, "heat_threshold": 2.0}
     if request.param == "by share":
-        shared = {"theta_share": 0.06, "theta_count": 3}
+        shared = {"theta_share": 0.06, "theta_count": 3, "salience_day_tokens": 2_000}
     if request.param == "paper":
         return {**shared, "policy": "recmem", "profile": "paper"}
     return {
-        **shared,
         "policy": "recmem" if request.param == "by share" else request.param,
         "profile": "companion",
         "salience_turns": 6,
         "salience_day_tokens": 3_000,
         "quiet_share": 0.5,
+        **shared,
     }
 
 

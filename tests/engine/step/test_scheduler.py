@@ -217,7 +217,7 @@ class SecondRefused(RecordingLLM):
 
 
 def test_tokens_of_a_job_that_could_not_be_finished_count(tmp_path: Path) -> None:
-    with open_engine(tmp_path, SecondRefused(MockReplies()), **ALONE) as engine:
+    with open_engine(tmp_path, SecondRefused(MockReplies()), **ALONE, calls="paper") as engine:
         engine.add_batch(turns_of("ann", 1))
         assert not engine.drain()
         assert "no such model" in engine.scheduler.blocked["ann"]

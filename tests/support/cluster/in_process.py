@@ -49,11 +49,11 @@ class FailingEncoder(HashingEncoder):
     def __init__(self, words: Sequence[str], error: Callable[[str], Exception] = RuntimeError) -> None:
         super().__init__(384)
         self.words = list(words)
-        self.calls = 0
+        self.asked: list[Sequence[str]] = []
         self._error = error
 
     def encode(self, texts: Sequence[str]) -> Float16:
-        self.calls += 1
+        self.asked.append(texts)
         if found := [word for word in self.words if any(word in text for text in texts)]:
             raise self._error(f"no vector for {found[0]}")
         return super().encode(texts)

@@ -47,10 +47,11 @@ class Shards:
         first: Sequence[str] = ("a", "b"),
         llm: Callable[[], LLMClient] = mock_llm,
         policy: PolicyName = "recmem",
+        **options: Any,
     ) -> None:
         self.root = Location.of(root)
         self._llm = llm
-        self._settings = settings_of(**THETA, **WINDOWS, policy=policy)
+        self._settings = settings_of(**THETA, **WINDOWS, policy=policy, **options)
         self._open: dict[str, ReshardingParticipant] = {}
         self.engines: dict[str, Engine] = {}
         if not exists(self.root):

@@ -99,6 +99,7 @@ def _texts_in(reply: dict[str, Any]) -> Iterator[str]:
     yield from (reply[name].strip() for name in ("summary", "context") if name in reply)
     for item in [item for kind in LISTS for item in reply.get(kind, [])]:
         yield from (item[name].strip() for name in ("text", "topic", "summary", "context") if name in item)
+        yield from _texts_in(item)  # an episode has its facts
 
 
 class SpoiltServer(MockServer):

@@ -25,7 +25,7 @@ def found(engine: Engine, text: str, tenant: str = "ann") -> list[str]:
 @pytest.mark.parametrize("kind", ["episode", "fact"])
 def test_an_update_is_a_new_version_with_the_users_words(kind: MemoryKind, tmp_path: Path) -> None:
     llm = RecordingLLM(MockReplies(2))
-    with open_engine(tmp_path, llm, **PAIRS) as engine:
+    with open_engine(tmp_path, llm, **PAIRS, search="dense") as engine:
         engine.add_batch(GARDENS)
         assert engine.drain()
         old, others = one(engine, kind), engine.get_all("ann")
@@ -50,7 +50,7 @@ def test_an_update_is_a_new_version_with_the_users_words(kind: MemoryKind, tmp_p
         assert [v["text"] for v in history][-2:] == [old.text, NEW]
         assert (history[-2]["superseded_at_seq"], history[-1]["superseded_at_seq"]) == (6, None)
         live = (engine.stats(), engine.get_all("ann"), engine.search("ann", NEW), engine.get(old.id))
-    with open_engine(tmp_path, **PAIRS) as engine:
+    with open_engine(tmp_path, **PAIRS, search="dense") as engine:
         assert (engine.stats(), engine.get_all("ann"), engine.search("ann", NEW), engine.get(old.id)) == live
         exported = [r for r in reports_of(tmp_path) if r.get("control") == "update"]
         assert [r["body"] for r in exported] == [{"memory_id": old.id, "kind": kind, "text": NEW}]
