@@ -44,7 +44,9 @@ class Receipt:
 class Hit:
     """A search hit and its sources.
 
-    `score`: the cosine to the query, raised towards 1 by shared words and neighbours (kernels/topk).
+    `score`: the cosine to the query, raised towards 1 by shared words and neighbours (kernels/topk). Words of
+    the query that tell turns apart weigh more in it, so that a text scores 1 against itself only if all of
+    its words do, or under UNDERTOW_SEARCH=dense.
     """
 
     id: str
