@@ -26,6 +26,7 @@ import typer
 
 from undertow.bench.machine import commit, describe
 from undertow.bench.quality.json_lines import write_json
+from undertow.bench.quality.run.llm_requests import named
 from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.api.views.stats import store_usage
 from undertow.engine.base.config import Settings
@@ -181,7 +182,7 @@ def main(
     model: Annotated[str | None, typer.Option(help="its model, if the server has several")] = None,
 ) -> None:
     sys.stderr.write("twenty logs: minutes on a CPU\n")
-    print(json.dumps(measure(settings_for(llm, model), out), indent=1))
+    print(json.dumps(measure(named(settings_for(llm, model)), out), indent=1))
 
 
 if __name__ == "__main__":
