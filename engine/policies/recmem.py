@@ -271,7 +271,7 @@ class _Consolidation(Work):
         if reply.same_story:
             yield from self._merged(episode, turn_seq, reply.narrative, prompt.version)
             told = [(episode.id, fact) for fact in reply.facts]
-            yield from self._keep(told, known, (turn_seq,), prompt.version)
+            yield from self._keep(told, known, (turn_seq,), prompt.version, before=episode.source_seqs)
         return reply.same_story
 
     def _merged(self, episode: Memory, turn_seq: int, narrative: str, version: str) -> Steps:
@@ -403,9 +403,17 @@ class _Consolidation(Work):
             yield from self._keep([(episode_id, f) for f in reply.facts], known, part, prompt.version)
 
     def _keep(
-        self, told: Sequence[Told], known: Sequence[Memory], part: Sequence[int], version: str
+        self,
+        told: Sequence[Told],
+        known: Sequence[Memory],
+        part: Sequence[int],
+        version: str,
+        before: Sequence[int] = (),
     ) -> Steps:
-        """Store facts of the turns of `part`, told beside the `known` ones."""
+        """Store facts of the turns of `part`, told beside the `known` ones.
+
+        `before`: the turns of the episode that the prompt showed.
+        """
         fresh = _unsaid(told, known)
         if not fresh:
             return
@@ -413,7 +421,7 @@ class _Consolidation(Work):
         for (episode_id, written), vector in zip(fresh, vectors, strict=True):
             number = written.replaces
             older = known[number - 1].id if number is not None and 1 <= number <= len(known) else None
-            sources = tuple(sorted(named(written.turns, part, otherwise=part)))
+            sources = self.saying(written.text, written.turns, part, before)
             self.new(
                 "fact",
                 written.text,

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from undertow.engine.base.model import Decision, Memory, MemoryKind, memory_id, time_key
 from undertow.engine.llm.client import BadReply
+from undertow.engine.policies.attribution import turns_that_say
 from undertow.engine.policies.base import (
     Draft,
     Effect,
@@ -165,6 +166,16 @@ class Work:
 
     def latest(self, seqs: Sequence[int]) -> str | None:
         return self.view.turn(self.by_time(seqs)[-1]).timestamp
+
+    def saying(
+        self, text: str, numbers: Sequence[int], shown: Sequence[int], before: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        """The turns that a fact rests on: of the `shown`, those that the reply names, if they say it.
+
+        `before`: turns that the prompt told in other words, which a reply may repeat.
+        """
+        told = {seq: self.view.turn(seq).text for seq in (*shown, *before) if self.view.exists(seq)}
+        return turns_that_say(text, named(numbers, shown, otherwise=shown), told)
 
     def turns(self, seqs: Sequence[int]) -> list[ShownTurn]:
         views = [self.view.turn(s) for s in seqs]

@@ -120,7 +120,7 @@ def scored(case: Case, memories: Sequence[Memory]) -> Outcome:
         ],
         "facts_dated": dated,
         "repeats": sum(_alike(a.text, b.text) for a, b in combinations(facts, 2)),
-        "facts": [fact.text for fact in facts],
+        "facts": [{"text": fact.text, "date": (fact.timestamp or "")[:10]} for fact in facts],
         "episodes": [memory.text for memory in memories if memory.kind == "episode"],
     }
 

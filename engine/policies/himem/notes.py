@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from undertow.engine.base.model import Memory
 from undertow.engine.policies.base import Complete, Draft, Effect, Embed, Vector, cosine, deletion
-from undertow.engine.policies.work import Steps, Work, named, only_shown
+from undertow.engine.policies.work import Steps, Work, only_shown
 from undertow.prompts.builders import (
     Prompt,
     ShownMemory,
@@ -106,14 +106,14 @@ def _stated(work: Work, part: Sequence[int], calls: NoteCalls) -> Generator[Effe
     """Stage 1: what the turns say explicitly; with one call, all stages."""
     prompt = _stated_prompt(work, part, calls)
     reply: NotesReply | NotesAllReply = yield Complete(prompt)
-    return [_note(draft, part, prompt) for draft in reply.notes]
+    return [_note(work, draft, part, prompt) for draft in reply.notes]
 
 
 def _implied(work: Work, part: Sequence[int], stated: Sequence[Note]) -> Generator[Effect, Any, list[Note]]:
     """Stage 2: traits that the turns imply."""
     prompt = shortened(work, stated, lambda notes: traits_prompt(work.turns(part), _shown(work, notes)))
     reply: TraitsReply = yield Complete(prompt)
-    return [_note(draft, part, prompt) for draft in reply.notes]
+    return [_note(work, draft, part, prompt) for draft in reply.notes]
 
 
 def aligned_notes(
@@ -201,9 +201,8 @@ def shortened(work: Work, items: Sequence[T], prompt_of: Callable[[Sequence[T]],
     return work.checked(prompt_of(items))
 
 
-def _note(draft: NoteDraft | TraitDraft, part: Sequence[int], prompt: Prompt) -> Note:
-    sources = tuple(sorted(named(draft.turns, part, otherwise=part)))
-    return Note(draft.text, draft.kind, sources, prompt.version)
+def _note(work: Work, draft: NoteDraft | TraitDraft, part: Sequence[int], prompt: Prompt) -> Note:
+    return Note(draft.text, draft.kind, work.saying(draft.text, draft.turns, part), prompt.version)
 
 
 def _shown(work: Work, notes: Sequence[Note]) -> list[ShownMemory]:

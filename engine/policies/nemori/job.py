@@ -9,6 +9,7 @@ from typing import Any
 
 from undertow.engine.base.config import Ablation
 from undertow.engine.base.model import Decision, Memory
+from undertow.engine.policies.attribution import turns_that_say
 from undertow.engine.policies.base import (
     Draft,
     Effect,
@@ -203,7 +204,7 @@ class WindowJob(AskingJob):
             reply: StatementsReply = yield from self.ask(prompt)
             found: dict[str, Statement] = {}
             for draft in reply.facts:
-                found.setdefault(draft.text, Statement(draft.text, _said_in(draft, part)))
+                found.setdefault(draft.text, Statement(draft.text, self._said_in(draft, part)))
             if found:
                 origin = Origin(_turns_of(part), episode_id, prompt.version)
                 yield from self._management.consolidate(self, tuple(found.values()), origin)
@@ -260,6 +261,12 @@ class WindowJob(AskingJob):
         )
         return [[messages[n] for n in part] for part in parts]
 
+    def _said_in(self, draft: StatementDraft, shown: Sequence[MessageRef]) -> tuple[int, ...]:
+        """The turns of the messages that say a fact; the oldest where the reply names none."""
+        told = {(seq, line): self.view.turn(seq).messages[line] for seq, line in shown}
+        messages = named(draft.messages, shown, otherwise=[min(shown)])
+        return _turns_of(turns_that_say(draft.text, messages, told))
+
 
 def _messages_in(episode: Memory, view: MemoryView) -> tuple[MessageRef, ...]:
     """The messages of an episode; all messages of its turns if it does not name them."""
@@ -268,11 +275,6 @@ def _messages_in(episode: Memory, view: MemoryView) -> tuple[MessageRef, ...]:
 
 def _turns_of(messages: Sequence[MessageRef]) -> tuple[int, ...]:
     return tuple(sorted({seq for seq, _ in messages}))
-
-
-def _said_in(draft: StatementDraft, shown: Sequence[MessageRef]) -> tuple[int, ...]:
-    """The turns of the messages that say a fact; the oldest where none is named, or one that is not there."""
-    return _turns_of(named(draft.messages, shown, otherwise=[min(shown)]))
 
 
 def cue_of(text: str) -> str:

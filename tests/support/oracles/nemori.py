@@ -12,6 +12,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn, memory_id, time_key
 from undertow.engine.encoders.base import Encoder
 from undertow.engine.llm.client import BadReply, LLMClient
+from undertow.engine.policies.attribution import turns_that_say
 from undertow.prompts.builders import (
     Prompt,
     ShownMemory,
@@ -183,8 +184,10 @@ class OracleNemori(Oracle):
         said_in: dict[str, tuple[int, ...]] = {}
         for fact in reply.facts:
             right = fact.messages and all(1 <= n <= len(raw) for n in fact.messages)
-            named = {raw[n - 1].seq for n in fact.messages} if right else {min(turns)}
-            said_in.setdefault(fact.text, tuple(sorted(named)))
+            first = min(range(len(raw)), key=lambda n: (raw[n].seq, n))
+            named = {n - 1 for n in fact.messages} if right else {first}
+            saying = turns_that_say(fact.text, named, {n: said.text for n, said in enumerate(raw)})
+            said_in.setdefault(fact.text, tuple(sorted({raw[n].seq for n in saying})))
         if self.settings.management == "summary" and said_in:
             self._summarise(seq, said_in, turns)
             return

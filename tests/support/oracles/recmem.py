@@ -10,6 +10,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn, memory_id, time_key
 from undertow.engine.encoders.base import Encoder
 from undertow.engine.llm.client import BadReply, LLMClient
+from undertow.engine.policies.attribution import turns_that_say
 from undertow.engine.policies.salience import information
 from undertow.prompts.builders import (
     Prompt,
@@ -228,7 +229,7 @@ class OracleRecMem(Oracle):
         )
         draft = _Draft([new])
         if isinstance(reply, MergeFactsReply):
-            self._keep(seq, reply.facts, near, (seq,), draft, new.id)
+            self._keep(seq, reply.facts, near, (seq,), draft, new.id, before=old.sources)
         else:
             self._refine(seq, new, (seq,), draft)
         self.versions += draft.versions
@@ -312,6 +313,7 @@ class OracleRecMem(Oracle):
         turns: Sequence[int],
         draft: _Draft,
         episode_id: str | None,
+        before: Sequence[int] = (),
     ) -> None:
         heard = [f.text for f in nearest]
         for told in facts:
@@ -321,7 +323,8 @@ class OracleRecMem(Oracle):
             ordinal = draft.count("fact")
             replaced = told.replaces
             says = told.turns if told.turns and all(1 <= n <= len(turns) for n in told.turns) else ()
-            sources = tuple(sorted({turns[n - 1] for n in says} or turns))
+            shown = {s: self._turns[s].text for s in (*turns, *before)}
+            sources = turns_that_say(told.text, {turns[n - 1] for n in says} or turns, shown)
             links = (nearest[replaced - 1].id,) if replaced and 1 <= replaced <= len(nearest) else ()
             draft.versions.append(
                 OracleMemory(

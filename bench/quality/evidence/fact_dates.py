@@ -1,0 +1,91 @@
+"""How many facts get the date of the turn that says them: LoCoMo's own observations, without an LLM.
+
+    python -m undertow.bench.quality.evidence.fact_dates --data FILE [--out FILE]
+
+Each observation stands for a fact of a reply, its message for the turn that says it. A prompt shows that
+turn among 15 others, next to it or from the whole conversation. The reply names the right turn, a wrong one
+or all, and `turns_that_say` checks it against the words.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any, Literal, get_args
+
+import typer
+
+from undertow.bench.machine import commit
+from undertow.bench.quality.datasets import Sample, load
+from undertow.bench.quality.json_lines import write_json
+from undertow.engine.policies.attribution import turns_that_say
+
+SHOWN = 16
+Line = tuple[date, str]
+Others = Literal["next to it", "anywhere"]
+
+
+def observations(sample: Sample) -> Iterator[tuple[list[Line], int, str]]:
+    """The conversation's lines, the place of one, and an observation of it."""
+    lines = [
+        (date.fromisoformat((turn.timestamp or "")[:10]), line)
+        for turn in sample.turns
+        for line in turn.text.split("\n")
+    ]
+    observed = sample.observed()
+    for place, (_, line) in enumerate(lines):
+        for fact in observed.get(line, ()):
+            yield lines, place, fact
+
+
+def shares(samples: Sequence[Sample], others: Others, seed: int = 0) -> dict[str, Any]:
+    """The share of facts dated within a day of their turn, by what replies name: as named, and as checked."""
+    rng = random.Random(seed)
+    dated: dict[str, list[tuple[bool, bool]]] = {"the right turn": [], "a wrong turn": [], "all turns": []}
+    for sample in samples:
+        for lines, place, fact in observations(sample):
+            shown = _shown(rng, len(lines), place, others)
+            texts = {n: lines[n][1] for n in shown}
+            wrong = rng.choice([n for n in shown if n != place])
+            for named, held in zip(([place], [wrong], shown), dated.values(), strict=True):
+                says = turns_that_say(fact, named, texts)
+                held.append((_is_of(lines, place, named), _is_of(lines, place, says)))
+    return {
+        name: {"as named": _share(a for a, _ in held), "as checked": _share(b for _, b in held)}
+        for name, held in dated.items()
+    } | {"facts": len(dated["all turns"])}
+
+
+def _shown(rng: random.Random, count: int, place: int, others: Others) -> list[int]:
+    if others == "anywhere":
+        return sorted({place, *rng.sample([n for n in range(count) if n != place], SHOWN - 1)})
+    first = max(0, min(place - rng.randrange(SHOWN), count - SHOWN))
+    return list(range(first, first + SHOWN))
+
+
+def _is_of(lines: Sequence[Line], place: int, rests_on: Sequence[int]) -> bool:
+    return abs((max(lines[n][0] for n in rests_on) - lines[place][0]).days) <= 1
+
+
+def _share(held: Iterator[bool]) -> float:
+    return round(fmean(held), 3)
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="LoCoMo's file")],
+    out: Annotated[Path | None, typer.Option(help="the result, one JSON document")] = None,
+) -> None:
+    samples = list(load(data, "locomo", 1 << 20))
+    found: dict[str, Any] = {"bench": "fact-dates", "commit": commit()}
+    found |= {others: shares(samples, others) for others in get_args(Others)}
+    if out is not None:
+        write_json(out, found)
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)

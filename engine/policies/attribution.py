@@ -1,0 +1,67 @@
+"""Which of the turns that a prompt showed say a fact.
+
+A reply names them, and a small model often names the wrong ones. A fact then has the date of a turn that says
+something else. So what a reply names is checked against the words of the turns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from itertools import pairwise
+from math import fsum
+from typing import TypeVar
+
+from undertow.engine.policies.common_words import COMMON_WORDS
+
+_WORDS = re.compile(r"[^\W_]+")
+# Chinese, Japanese and Korean, where a run of characters holds many words of about two.
+_UNSPACED = re.compile(r"[\u2e80-\u9fff\uac00-\ud7a3]+")
+
+STEM = 5
+"""Letters by which words are told apart: "booked" and "booking" are one."""
+TRUSTED, ADDED = 0.3, 0.5
+"""Least weight of the turns that a reply names, as a share of that of the turn that fits best; and least
+weight that a further turn adds, as a share of what the better ones have."""
+
+
+Key = TypeVar("Key", int, tuple[int, int])
+"""The seq of a turn, or a message: the seq of its turn, and its line in it."""
+
+
+def turns_that_say(fact: str, named: Collection[Key], shown: Mapping[Key, str]) -> tuple[Key, ...]:
+    """The turns, or messages, of `shown` that say `fact`, ascending.
+
+    A word of the fact weighs the less, the more turns have it, and nothing if all have it. The named turns
+    count if they have nearly the words of the turn that fits best; otherwise that one alone counts, the first
+    of equals. A named turn that adds few words to the others is left out. Where no word tells: `named`.
+    """
+    words = telling_words(fact)
+    every = {number: words & telling_words(text) for number, text in shown.items()}
+    spread = Counter(word for has in every.values() for word in has)
+    held = {number: {word for word in has if spread[word] < len(every)} for number, has in every.items()}
+
+    def weight(has: Collection[str]) -> float:
+        return fsum(1 / spread[word] for word in has)  # the same in any order
+
+    best = max(sorted(shown), key=lambda number: weight(held[number]))
+    if not held[best]:
+        return tuple(sorted(named))
+    told = {word for number in named for word in held[number]}
+    if weight(told) < TRUSTED * weight(held[best]):
+        return (best,)
+    said: set[str] = set()
+    kept: list[Key] = []
+    for number in sorted(named, key=lambda number: (-weight(held[number]), number)):
+        if not kept or weight(held[number] - said) >= ADDED * weight(said):
+            kept.append(number)
+            said |= held[number]
+    return tuple(sorted(kept))
+
+
+def telling_words(text: str) -> frozenset[str]:
+    """The stems of a text's uncommon words; pairs of characters where there are no spaces."""
+    words = {word for word in _WORDS.findall(text.lower()) if word not in COMMON_WORDS}
+    pairs = {a + b for run in _UNSPACED.findall(text) for a, b in pairwise(run)}
+    return frozenset({word[:STEM] for word in words if not _UNSPACED.match(word)} | pairs)
