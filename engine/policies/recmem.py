@@ -30,7 +30,7 @@ from undertow.engine.policies.base import (
     nothing_to_decide,
 )
 from undertow.engine.policies.salience import Salience, day_of
-from undertow.engine.policies.work import Failed, Steps, Work, as_shown, named, only_shown, parked
+from undertow.engine.policies.work import Failed, Steps, Work, as_shown, listed, named, only_shown, parked
 from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.builders import (
     Prompt,
@@ -265,8 +265,8 @@ class _Consolidation(Work):
         (turn,), shown = self.turns((turn_seq,)), as_shown(1, episode)
         (vector,) = yield Embed((episode.text,))
         near = yield from self.known_facts(vector, KNOWN_FACTS_OF_TURN)
-        known = self.fitting(near, lambda facts: merge_facts_prompt(shown, _listed(facts), turn))
-        prompt = self.checked(merge_facts_prompt(shown, _listed(known), turn))
+        known = self.fitting(near, lambda facts: merge_facts_prompt(shown, listed(facts), turn))
+        prompt = self.checked(merge_facts_prompt(shown, listed(known), turn))
         reply: MergeFactsReply = yield Complete(prompt)
         if reply.same_story:
             yield from self._merged(episode, turn_seq, reply.narrative, prompt.version)
@@ -293,7 +293,7 @@ class _Consolidation(Work):
         vector = yield from self._mean(turns)
 
         def prompt_of(seqs: Sequence[int], known: Sequence[Memory]) -> Prompt:
-            return episode_facts_prompt(self.turns(seqs), _listed(known))
+            return episode_facts_prompt(self.turns(seqs), listed(known))
 
         near = yield from self.known_facts(vector, KNOWN_FACTS)
         for part in self.parts(turns, lambda seqs: prompt_of(seqs, near)):
@@ -394,7 +394,7 @@ class _Consolidation(Work):
         known = yield from self.known_facts(vector, KNOWN_FACTS)
 
         def part_prompt(seqs: Sequence[int]) -> Prompt:
-            return prompt_of(seqs, _listed(known))
+            return prompt_of(seqs, listed(known))
 
         for part in self.parts(turns, part_prompt):
             known = yield from self.known_facts(vector, KNOWN_FACTS)
@@ -410,10 +410,7 @@ class _Consolidation(Work):
         version: str,
         before: Sequence[int] = (),
     ) -> Steps:
-        """Store facts of the turns of `part`, told beside the `known` ones.
-
-        `before`: the turns of the episode that the prompt showed.
-        """
+        """Store facts of `part`, told beside the `known` ones and an episode of the turns `before`."""
         fresh = _unsaid(told, known)
         if not fresh:
             return
@@ -449,7 +446,3 @@ def _unsaid(told: Sequence[Told], known: Sequence[Memory]) -> list[Told]:
     first = {fact.text: (episode_id, fact) for episode_id, fact in reversed(told)}
     said = {memory.text for memory in known}
     return [(of, fact) for of, fact in told if first[fact.text][1] is fact and fact.text not in said]
-
-
-def _listed(memories: Sequence[Memory]) -> list[ShownMemory]:
-    return [as_shown(n, memory) for n, memory in enumerate(memories, 1)]

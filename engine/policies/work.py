@@ -204,6 +204,11 @@ def as_shown(number: int, memory: Memory) -> ShownMemory:
     return ShownMemory(number, memory.timestamp, memory.text)
 
 
+def listed(memories: Iterable[Memory]) -> list[ShownMemory]:
+    """Numbered from 1."""
+    return [as_shown(n, memory) for n, memory in enumerate(memories, 1)]
+
+
 def parked(error: Exception, operation: str, cluster: tuple[int, ...], **more: Any) -> PolicyResult:
     """The result of a failed job: its turns leave the gates until it is replayed."""
     return PolicyResult(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from undertow.engine.base.model import Memory
 from undertow.engine.policies.base import Complete, Draft, Embed, Vector, deletion
 from undertow.engine.policies.himem.notes import Note, add_note
-from undertow.engine.policies.work import Steps, Work, as_shown, named, only_shown
+from undertow.engine.policies.work import Steps, Work, listed, named, only_shown
 from undertow.prompts.builders import Prompt, ShownMemory, prompt_version, revise_prompt, supplement_prompt
 from undertow.prompts.reply_schemas import ReviseReply, Revision, SupplementDraft, SupplementReply
 
@@ -52,7 +52,7 @@ def _compare(work: Work, candidates: Sequence[Note], given: dict[str, Vector]) -
     if known:
         prompt = revise_prompt(
             [ShownMemory(n, work.latest(note.sources), note.text) for n, note in enumerate(candidates, 1)],
-            [as_shown(n, note) for n, note in enumerate(known, 1)],
+            listed(known),
         )
         if len(candidates) > 1 and not work.fits(prompt):
             half = len(candidates) // 2
@@ -109,4 +109,4 @@ def _note(draft: SupplementDraft, shown: Sequence[Memory], version: str) -> Note
 
 
 def _prompt(question: str, episodes: Sequence[Memory]) -> Prompt:
-    return supplement_prompt(question, [as_shown(n, e) for n, e in enumerate(episodes, 1)])
+    return supplement_prompt(question, listed(episodes))

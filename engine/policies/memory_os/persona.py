@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from undertow.engine.base.model import Memory
 from undertow.engine.policies.base import Complete, Draft, Embed, Vector, deletion
-from undertow.engine.policies.work import Steps, Work, as_shown, named, only_shown
+from undertow.engine.policies.work import Steps, Work, listed, named, only_shown
 from undertow.prompts.builders import Prompt, persona_prompt, prompt_version
 from undertow.prompts.reply_schemas import PersonaLine, PersonaReply
 
@@ -46,7 +46,7 @@ def _profile(work: Work) -> list[Memory]:
 
 
 def _prompt(work: Work, pages: Sequence[int], profile: Sequence[Memory]) -> Prompt:
-    return persona_prompt(work.turns(pages), [as_shown(n, line) for n, line in enumerate(profile, 1)])
+    return persona_prompt(work.turns(pages), listed(profile))
 
 
 def _store(

@@ -13,7 +13,7 @@ from typing import Any
 from undertow.engine.base.config import ManagementName
 from undertow.engine.base.model import Memory
 from undertow.engine.policies.base import Complete, Draft, Effect, Embed, Vector, deletion
-from undertow.engine.policies.work import Steps, Work, as_shown, only_shown
+from undertow.engine.policies.work import Steps, Work, as_shown, listed, only_shown
 from undertow.prompts.builders import (
     Prompt,
     ShownMemory,
@@ -49,7 +49,7 @@ class AskingJob(Work):
         """The prompt with the memories that fit into the context (see `fitting`), and these memories."""
 
         def prompt_with(some: Sequence[Memory]) -> Prompt:
-            return prompt_of([as_shown(n, memory) for n, memory in enumerate(some, 1)])
+            return prompt_of(listed(some))
 
         kept = self.fitting(memories, prompt_with)
         return prompt_with(kept), kept
@@ -187,7 +187,7 @@ def _comparison(job: AskingJob, compared: Sequence[Compared]) -> tuple[Prompt, l
     near = {fact.id: fact for one in compared for fact in one.near}
     stored = sorted(near.values(), key=lambda fact: (fact.born_at_seq, fact.ordinal))
     new = [ShownMemory(n, job.latest(one.fact.said), one.fact.text) for n, one in enumerate(compared, 1)]
-    return consolidate_all_prompt(new, [as_shown(n, fact) for n, fact in enumerate(stored, 1)]), stored
+    return consolidate_all_prompt(new, listed(stored)), stored
 
 
 def _fitting(job: AskingJob, one: Compared) -> Sequence[Memory]:

@@ -151,11 +151,12 @@ def test_what_it_writes_points_at_its_own_turns_and_replaces_only_what_it_was_sh
         ran(Path(folder), attacked(), replies)
         decisions = decisions_of(Path(folder), "mallory")
         versions = versions_of(Path(folder), "mallory")
-    sources: dict[str, set[int]] = {}
+    sources: dict[str | None, set[int]] = {None: set()}
     text_by_id = {m.id: m.text for m in versions if m.kind == "fact"}
     for memory in versions:
         cluster = set(decisions[memory.made_at_seq]["cluster_seqs"])
-        assert set(memory.source_seqs) <= cluster | sources.get(memory.id, set())
+        known = sources.get(memory.id, set()) | sources[memory.episode_id]  # a merge shows its episode
+        assert set(memory.source_seqs) <= cluster | known
         assert memory.source_seqs, "nothing rests on nothing"
         sources[memory.id] = set(memory.source_seqs)
         assert memory.model == MODEL

@@ -86,7 +86,7 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
         "policy": "recmem" if request.param == "by share" else request.param,
         "profile": "companion",
         "salience_turns": 6,
-        "salience_day_tokens": 3_000,
+        "salience_day_tokens": 2_500,
         "quiet_share": 0.5,
         **shared,
     }
@@ -196,7 +196,7 @@ def check_himem_runs(run: Run) -> None:
         assert seen.keys() == {"waits", "fired", "parked"}, tenant
         versions = run.versions[tenant]
         assert max(Counter(m.made_at_seq for m in versions if m.kind == "episode").values()) > 1
-        assert any(m.kind == "fact" and len(m.sources) > 1 for m in versions), "duplicates of one window"
+        assert any(m.kind == "fact" and m.shown for m in versions), "notes of a part of a window"
         operations = {p.operation for p in run.prompts[tenant]}
         assert operations == {"segment", "notes"}
 

@@ -26,8 +26,8 @@ from undertow.engine.search.answer_modes import NOT_ANSWERABLE
 from undertow.engine.tenants.registry import UnknownTenant
 from undertow.serving.auth.limits import answer_tokens
 
-from ..support.cluster.in_process import begin, settings
-from ..support.engine import (
+from ...support.cluster.in_process import begin, settings
+from ...support.engine import (
     ENCODER,
     MARKER,
     DeafLLM,
@@ -39,9 +39,9 @@ from ..support.engine import (
     settle,
     turn_of,
 )
-from ..support.llm_servers import wait_until
-from ..support.policies.driver import lines_under
-from ..support.policies.himem import BEST, QUESTION, SOON_S, Judging, logged, sessions, told
+from ...support.llm_servers import wait_until
+from ...support.policies.driver import lines_under
+from ...support.policies.himem import BEST, QUESTION, SOON_S, Judging, logged, sessions, told
 
 
 def filled(engine: Engine) -> None:

@@ -30,7 +30,7 @@ from undertow.prompts.reply_schemas import (
     TraitsReply,
 )
 
-from ..support.policies.driver import BAD, ROOMY, Driven, View, drive, lines_under, stored
+from ...support.policies.driver import BAD, ROOMY, Driven, View, drive, lines_under, stored
 
 NONE = NotesReply(notes=[])
 NO_TRAITS = TraitsReply(notes=[])

@@ -13,7 +13,7 @@ from undertow.bench.mock.replies import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn
 
-from ..support.engine import (
+from ...support.engine import (
     ENCODER,
     MARKER,
     RecordingLLM,
@@ -27,7 +27,7 @@ from ..support.engine import (
     settings_of,
     turn_of,
 )
-from ..support.policies.himem import Judging
+from ...support.policies.himem import Judging
 
 HIMEM: dict[str, Any] = {"policy": "himem"}
 BEST = {**HIMEM, "answer_mode": "best_effort"}
