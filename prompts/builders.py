@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, meta
 
 from undertow.prompts import reply_schemas as replies
+from undertow.prompts.relative_times import relative_times
 from undertow.prompts.reply_schemas import Reply
 
 UNDATED = "undated"
@@ -336,7 +337,8 @@ def answer_prompt(
 ) -> Prompt:
     """Ask the question with memories of the three tiers (RecMem, section 3.5), sorted by `order`."""
     sections = (("Episodes", episodes), ("Facts", facts), ("Turns", turns))
-    asked = _block("question", "user", order=order, sections=sections, as_of=as_of, question=question)
+    told = {"sections": sections, "as_of": as_of, "question": question}
+    asked = _block("question", "user", order=order, has_times=style != "paper", **told)
     system, version = _block(f"answer_{style}", "system"), answer_version(style)
     return Prompt("answer", system, asked, None, version, after_notes=style != "paper")
 
@@ -361,6 +363,14 @@ def fenced(shown: ShownTurn | ShownMemory) -> str:
     """One line of material, `[number, date, text]`, as JSON: no text can break out of its line or string."""
     date = shown.timestamp if isinstance(shown, ShownTurn) else shown.date
     return quoted([shown.number, date or UNDATED, shown.text])
+
+
+def anchored(shown: ShownTurn | ShownMemory) -> str:
+    """As `fenced`; the dates of any relative times are a fourth item, {"yesterday":"7 May 2023"}."""
+    date = shown.timestamp if isinstance(shown, ShownTurn) else shown.date
+    times = relative_times(shown.text, date)
+    line = [shown.number, date or UNDATED, shown.text]
+    return quoted([*line, times] if times else line)
 
 
 def quoted(value: Any) -> str:
@@ -409,6 +419,7 @@ def _templates() -> Environment:
         loader=_LOADER, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
     )
     env.filters["fenced"] = fenced
+    env.filters["anchored"] = anchored
     env.filters["quoted"] = quoted
     return env
 

@@ -152,7 +152,7 @@ def _shown(line: str) -> tuple[int, str] | None:
     if not line.startswith("["):
         return None
     try:
-        number, _, text = json.loads(line)
+        number, _, text, *_ = json.loads(line)
     except ValueError:
         return None
     return number, text

@@ -248,7 +248,7 @@ def shown_in(user: str) -> Shown:
     heading = ""
     for line in user.split("\n"):
         if line.startswith("["):
-            _, _, text = json.loads(line)
+            _, _, text, *_ = json.loads(line)
             found.setdefault(heading, []).append(text)
         else:
             heading = line.removesuffix(":")

@@ -57,11 +57,11 @@ def _store(
     A line of the profile that an earlier one has replaced, or a wrong number, replaces nothing.
     """
     left = dict(enumerate(profile, 1))
-    known = {line.text: line for line in work.current("fact")}
     version = prompt_version("persona")
     for line, vector in told:
         said = named(line.turns, part, otherwise=part)
-        old = known.get(line.text)
+        same = [fact for fact in work.current("fact") if fact.text == line.text]
+        old = same[-1] if same else None
         if old is None and line.kind == "profile":
             old = left.pop(line.replaces or 0, None)
         sources = tuple(sorted({*said, *(() if old is None else old.source_seqs)}))
@@ -69,6 +69,5 @@ def _store(
         if old is None:
             work.new("fact", line.text, vector, sources, version, fact_kind=line.kind, shown_seqs=beside)
         else:
-            again = work.revise(old, line.text, vector, sources, version, shown_seqs=beside)
+            work.revise(old, line.text, vector, sources, version, shown_seqs=beside)
             left = {n: other for n, other in left.items() if other.id != old.id}
-            known[line.text] = again.memory

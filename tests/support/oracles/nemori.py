@@ -184,10 +184,10 @@ class OracleNemori(Oracle):
         said_in: dict[str, tuple[int, ...]] = {}
         for fact in reply.facts:
             right = fact.messages and all(1 <= n <= len(raw) for n in fact.messages)
-            first = min(range(len(raw)), key=lambda n: (raw[n].seq, n))
-            named = {n - 1 for n in fact.messages} if right else {first}
-            saying = turns_that_say(fact.text, named, {n: said.text for n, said in enumerate(raw)})
-            said_in.setdefault(fact.text, tuple(sorted({raw[n].seq for n in saying})))
+            lines = {(said.seq, said.place): said.text for said in raw}
+            named = {[*lines][n - 1] for n in fact.messages} if right else {min(lines)}
+            saying = turns_that_say(fact.text, named, lines)
+            said_in.setdefault(fact.text, tuple(sorted({turn for turn, _ in saying})))
         if self.settings.management == "summary" and said_in:
             self._summarise(seq, said_in, turns)
             return
