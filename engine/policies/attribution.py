@@ -21,10 +21,10 @@ _UNSPACED = re.compile(r"[\u2e80-\u9fff\uac00-\ud7a3]+")
 
 STEM = 5
 """Letters by which words are told apart: "booked" and "booking" are one."""
-TRUSTED, ADDED = 0.3, 0.5
-"""Least weight of the turns that a reply names, as a share of that of the turn that fits best; and least
-weight that a further turn adds, as a share of what the better ones have."""
-
+TRUSTED, CLEAR, ADDED = 0.3, 0.25, 0.35
+"""Least weight of the turns that a reply names, as a share of that of the turn that fits best; the share of
+the fact's words that this one has at least; and the least weight that a further turn adds, as a share of what
+the better ones have."""
 
 Key = TypeVar("Key", int, tuple[int, int])
 """The seq of a turn, or a message: the seq of its turn, and its line in it."""
@@ -34,8 +34,8 @@ def turns_that_say(fact: str, named: Collection[Key], shown: Mapping[Key, str]) 
     """The turns, or messages, of `shown` that say `fact`, ascending.
 
     A word of the fact weighs the less, the more turns have it, and nothing if all have it. The named turns
-    count if they have nearly the words of the turn that fits best; otherwise that one alone counts, the first
-    of equals. A named turn that adds few words to the others is left out. Where no word tells: `named`.
+    count unless another fits clearly better; then that one alone counts, the first of equals. A named turn
+    that adds few words to the others is left out. Where no word tells: `named`.
     """
     words = telling_words(fact)
     every = {number: words & telling_words(text) for number, text in shown.items()}
@@ -49,7 +49,8 @@ def turns_that_say(fact: str, named: Collection[Key], shown: Mapping[Key, str]) 
     if not held[best]:
         return tuple(sorted(named))
     told = {word for number in named for word in held[number]}
-    if weight(told) < TRUSTED * weight(held[best]):
+    is_clear = len(held[best]) >= CLEAR * len(words)
+    if is_clear and weight(told) < TRUSTED * weight(held[best]):
         return (best,)
     said: set[str] = set()
     kept: list[Key] = []

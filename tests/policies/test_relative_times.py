@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undertow.prompts.builders import ShownMemory, ShownTurn, Style, answer_prompt, episode_facts_prompt
+from undertow.prompts.builders import ShownMemory, Style, answer_prompt
 from undertow.prompts.relative_times import MOST, relative_times
 
 MONDAY = "2023-05-08T13:56"
@@ -54,12 +54,15 @@ def test_there_are_none_without_a_date_or_before_the_calendar() -> None:
     assert len(relative_times("yesterday, tomorrow, last week, next week, last year", MONDAY)) == MOST
 
 
-def test_prompts_tell_them_beside_the_words_and_the_papers_forms_do_not() -> None:
-    turn, plain = ShownTurn(1, MONDAY, "Ann: I ran yesterday."), ShownTurn(2, MONDAY, "Bea: Well done.")
-    lines = [json.loads(line) for line in episode_facts_prompt([turn, plain], []).user.splitlines()[1:3]]
-    assert lines == [[1, MONDAY, turn.text, {"yesterday": "7 May 2023"}], [2, MONDAY, plain.text]]
-    memory = ShownMemory(1, "8 May 2023, 13:56", turn.text)
+def test_answering_prompts_tell_them_beside_the_words_and_the_papers_form_does_not() -> None:
+    memory, plain = (
+        ShownMemory(1, "8 May 2023, 13:56", "Ann: I ran yesterday."),
+        ShownMemory(2, None, "Bea: Hi."),
+    )
     counts: dict[Style, int] = {"notes": 2, "short": 2, "paper": 0}
     for style, count in counts.items():
-        asked = answer_prompt("When?", [memory], [memory], [memory], None, style=style)
-        assert asked.user.count("7 May 2023") == count, "an episode has several dates"
+        asked = answer_prompt("When?", [memory], [memory], [memory, plain], None, style=style).user
+        assert asked.count("7 May 2023") == count, "an episode has several dates"
+    lines = answer_prompt("When?", [], [], [memory, plain], None).user.split("Turns:\n")[1].splitlines()[:2]
+    assert json.loads(lines[0]) == [1, memory.date, memory.text, {"yesterday": "7 May 2023"}]
+    assert json.loads(lines[1]) == [2, "undated", plain.text]

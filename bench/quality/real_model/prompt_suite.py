@@ -5,8 +5,9 @@
 
 Each log of `prompt_suite_cases.json` is a tenant. Its first four turns fire, the fifth may be merged, and a
 flush reads what else says much. A planted detail names its turn and patterns of words, all of which one
-memory must have; `when`: patterns of the date that a relative time must be worked out to; `replaces`: the
-earlier detail that it puts out of force. The prompts' versions are in the result, to compare two of them.
+memory must have, and no other turn has. `when`: patterns of the date that a relative time must be worked out
+to; `replaces`: the earlier detail that it puts out of force. The prompts' versions are in the result, to
+compare two of them.
 """
 
 from __future__ import annotations
@@ -100,10 +101,9 @@ def scored(case: Case, memories: Sequence[Memory]) -> Outcome:
     planted = details(case)
     told = [[memory for memory in memories if detail.is_in(memory)] for detail in planted]
     dated = [
-        _is_of(detail, fact)
-        for detail in planted
+        _is_of(max(said), fact)
         for fact in facts
-        if detail.is_in(fact) and fact.timestamp is not None
+        if (said := [detail.said_on for detail in planted if detail.is_in(fact)]) and fact.timestamp
     ]
     return {
         "case": case["name"],
@@ -125,10 +125,10 @@ def scored(case: Case, memories: Sequence[Memory]) -> Outcome:
     }
 
 
-def _is_of(detail: Detail, fact: Memory) -> bool:
-    """Whether the fact's date is within a day of the turn that says it."""
+def _is_of(said_on: date, fact: Memory) -> bool:
+    """Whether the fact's date is within a day of the turn that says it, the last one if several do."""
     assert fact.timestamp is not None, "the caller has checked"
-    return abs(date.fromisoformat(fact.timestamp[:10]) - detail.said_on) <= timedelta(days=1)
+    return abs(date.fromisoformat(fact.timestamp[:10]) - said_on) <= timedelta(days=1)
 
 
 def _is_replaced(older: Sequence[Memory], newer: Sequence[Memory]) -> bool:

@@ -38,6 +38,20 @@ def test_each_planted_detail_is_said_in_its_turn_or_before() -> None:
             assert detail.replaces is None or detail.replaces < len(case["planted"])
 
 
+def test_no_single_other_turn_says_a_planted_detail() -> None:
+    for case in cases():
+        for detail in details(case):
+            other = [" ".join(turn[1:]) for n, turn in enumerate(case["turns"]) if n != detail.turn]
+            saying = [t for t in other if all(re.search(w, t, re.IGNORECASE) for w in detail.words)]
+            assert not saying, (case["name"], detail)
+
+
+def test_a_fact_of_several_turns_has_the_date_of_the_last() -> None:
+    both = "Ines signed up for the Porto marathon; coach Bruno wants her to swim."
+    assert scored(CASE, [fact(both, "2026-04-11")])["facts_dated"] == [True]
+    assert scored(CASE, [fact(both, "2026-03-02")])["facts_dated"] == [False]
+
+
 def test_what_a_perfect_reader_would_store_has_full_marks() -> None:
     told = [
         fact("Ines signed up for the Porto marathon.", "2026-03-02"),
