@@ -47,6 +47,11 @@ def varied(settings: Settings, **changed: Any) -> Settings:
     return Settings(**{**settings.model_dump(exclude_unset=True), **changed})
 
 
+def whole(settings: Settings, policy: PolicyName) -> Settings:
+    """The settings under this policy, without the ablation and the options that the environment may name."""
+    return varied(settings.under(policy), **_WHOLE)
+
+
 def ablated(settings: Settings, name: str) -> Settings:
     """The settings with one part left out or replaced, and no other part of those that make memories.
 

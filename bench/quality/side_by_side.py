@@ -11,10 +11,8 @@ Writes FILE.json, with the summaries, and FILE.png, and prints the table.
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import orjson
@@ -23,7 +21,7 @@ from undertow.bench.machine import commit, describe
 from undertow.bench.quality.json_lines import Key, key_of, write_json
 from undertow.bench.quality.run.evaluate import ANSWERS, VERDICTS
 from undertow.bench.quality.run.judging import RIGHT, UNJUDGED
-from undertow.bench.quality.run.summary import SUMMARY, UNCLEAR, difference
+from undertow.bench.quality.run.summary import SUMMARY, UNCLEAR, paired
 from undertow.engine.base.model import UndertowError
 from undertow.prompts.builders import QUERY_OPERATIONS
 
@@ -56,8 +54,8 @@ def read(folders: Sequence[Path]) -> dict[str, Summary]:
         base, judged_base = (base, judged_base) if found else (f1, judged)
         _check_answered(folder, base.keys() - f1.keys(), folders[0])
         _check_answered(folders[0], f1.keys() - base.keys(), folder)
-        summary["f1_difference"] = _difference(base, f1)
-        summary["judge_difference"] = _difference(judged_base, judged)
+        summary["f1_difference"] = paired(base, f1)
+        summary["judge_difference"] = paired(judged_base, judged)
         found[folder.name] = summary
     return found
 
@@ -112,14 +110,6 @@ def _lines(path: Path, repeats: int) -> Iterator[dict[str, Any]]:
     """Of the summary's runs; an earlier command may have left more. Of two lines of a key the last counts."""
     with path.open("rb") as file:
         yield from (line for line in map(orjson.loads, file) if line["run"] <= repeats)
-
-
-def _difference(base: Mapping[Key, float], other: Mapping[Key, float]) -> dict[str, Any]:
-    """Of what both have, each question with its mean over the runs."""
-    by_question: defaultdict[str, list[float]] = defaultdict(list)
-    for key in sorted(base.keys() & other.keys()):
-        by_question[key[1]].append(other[key] - base[key])
-    return difference([fmean(of) for of in by_question.values()])
 
 
 def _check_answered(folder: Path, lacking: Set[Key], other: Path) -> None:

@@ -27,7 +27,7 @@ Vectors = NDArray[np.float32]
 
 
 class PairCosines:
-    """A histogram of the cosines of all pairs of turns within each tenant."""
+    """A histogram of the cosines of pairs of texts within each tenant."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(BINS, np.int64)
@@ -37,13 +37,18 @@ class PairCosines:
         bins = ((cosines + 1.0) * (BINS / 2)).astype(np.int64).clip(0, BINS - 1)
         self._counts += np.bincount(bins, minlength=BINS)
 
-    def add(self, vectors: Vectors) -> None:
-        """All pairs of one tenant's turns: float32 [n, dim], normalised."""
+    def add(self, vectors: Vectors, groups: NDArray[np.intp] | None = None) -> None:
+        """All pairs of one tenant's texts, without those within one of the `groups`.
+
+        float32 [n, dim], normalised; int [n].
+        """
         for start in range(0, len(vectors), ROWS_AT_A_TIME):
             block = vectors[start : start + ROWS_AT_A_TIME]
             cosines = block @ vectors.T
-            later = np.arange(len(vectors))[None, :] > (start + np.arange(len(block)))[:, None]
-            self.count(cosines[later])
+            pairs = np.arange(len(vectors))[None, :] > (start + np.arange(len(block)))[:, None]
+            if groups is not None:
+                pairs &= groups[None, :] != groups[start : start + len(block), None]
+            self.count(cosines[pairs])
 
     @property
     def total(self) -> int:
@@ -96,26 +101,32 @@ def calibrate_memories(
     """Propose the thresholds between a store's memories: each links `share` of its pairs within tenants.
 
     theta_merge (RecMem): an episode and a turn that is none of its sources. theta_evoke (NEMORI's tau): an
-    episode and a fact that was not made with it. None: the store has no such pair yet.
+    episode and a fact that was not made with it. theta_compare (NEMORI): two facts that were not made with
+    one episode. None: the store has no such pair yet.
     """
-    merges, evokes, room = PairCosines(), PairCosines(), sample_memories
+    merges, evokes, compares, room = PairCosines(), PairCosines(), PairCosines(), sample_memories
     for name in _names(reports, tenant):
         episodes = list(islice(reports.memory_vectors(name, "episode"), max(0, room)))
-        if not episodes:
-            continue
-        room -= len(episodes)
-        of_episodes = np.stack([vector for _, vector in episodes]).astype(np.float32)
-        for seq, vector in reports.turns_with_vectors(name):
-            others = [seq not in memory["source_seqs"] for memory, _ in episodes]
-            merges.count(of_episodes[others] @ vector.astype(np.float32))
-        for fact, vector in reports.memory_vectors(name, "fact"):
-            others = [fact["episode_id"] != memory["id"] for memory, _ in episodes]
-            evokes.count(of_episodes[others] @ vector.astype(np.float32))
-    found = {"theta_merge": merges, "theta_evoke": evokes}
+        facts = list(islice(reports.memory_vectors(name, "fact"), max(0, room)))
+        room -= len(episodes) + len(facts)
+        if episodes:
+            of_episodes = np.stack([vector for _, vector in episodes]).astype(np.float32)
+            for seq, vector in reports.turns_with_vectors(name):
+                others = [seq not in memory["source_seqs"] for memory, _ in episodes]
+                merges.count(of_episodes[others] @ vector.astype(np.float32))
+            for fact, vector in facts:
+                others = [fact["episode_id"] != memory["id"] for memory, _ in episodes]
+                evokes.count(of_episodes[others] @ vector.astype(np.float32))
+        if facts:
+            of_facts = np.stack([vector for _, vector in facts]).astype(np.float32)
+            made_with = [fact["episode_id"] or fact["id"] for fact, _ in facts]
+            compares.add(of_facts, np.unique(made_with, return_inverse=True)[1])
+    found = {"theta_merge": merges, "theta_evoke": evokes, "theta_compare": compares}
     return {
         **{name: pairs.quantile(1.0 - share) if pairs.total else None for name, pairs in found.items()},
         "turn_episode_pairs": merges.total,
         "episode_fact_pairs": evokes.total,
+        "fact_pairs": compares.total,
     }
 
 

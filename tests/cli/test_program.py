@@ -58,6 +58,7 @@ def test_calibrate_proposes_the_quantile_of_pair_cosines(built: Path) -> None:
     assert wide["theta_sim"] < tight["theta_sim"]
     assert (wide["tenants"], wide["turns"], wide["pairs"]) == (2, 2 * TURNS, TURNS * (TURNS - 1))
     assert (tight["tenants"], tight["theta_count"]) == (1, 5)
+    assert -1 < wide["memories"]["theta_compare"] <= tight["memories"]["theta_compare"] <= 1
     assert all(p["triggers"] > 0 for p in wide["proposals"] if p["share"] >= 0.3)
     assert run("calibrate", "--store", built, "--share", "2").code == 2
 

@@ -94,13 +94,13 @@ def retrieve(
     engine: Engine,
     vectors: KeptVectors,
     samples: Iterable[Sample],
-    k: int = max(DEPTHS),
     on_question: Callable[[], None] = lambda: None,
 ) -> Iterator[Retrieved]:
-    """Search for each scored question, k turns, and rerank if the engine is set to.
+    """Search for each scored question, and rerank if the engine is set to.
 
     The engine is empty at first and encodes with `vectors`.
     """
+    k = max(DEPTHS)
     depth = k if engine.settings.rerank == "off" else max(k, engine.settings.rerank_candidates)
     for sample in samples:
         scored = [question for question in sample.questions if question.is_scored]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from undertow.bench.quality.json_lines import KeptLines, write_json
 from undertow.bench.quality.judge.f1_bleu import require_nltk
@@ -19,19 +19,23 @@ from undertow.bench.quality.run.plan import Plan
 from undertow.bench.quality.run.summary import (
     SUMMARY,
     Line,
+    Lines,
     construction_cost,
+    differences,
     evidence_shown,
     latency,
     query_cost,
     scores,
 )
+from undertow.bench.quality.run.teaching import Learner, copy_store
 from undertow.bench.quality.systems.base import Means, OnProgress, System
 from undertow.bench.quality.systems.registry import SYSTEMS
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.encoders.factory import make_encoder
 
-VECTORS = "vectors.npz"
-ANSWERS, VERDICTS = "answers.jsonl", "verdicts.jsonl"
+ANSWERS, VERDICTS, LESSONS = "answers.jsonl", "verdicts.jsonl", "lessons.jsonl"
+
+AnySystem = TypeVar("AnySystem", bound=System)
 
 
 def evaluate(plan: Plan, on_progress: OnProgress) -> dict[str, Any]:
@@ -49,17 +53,52 @@ def evaluate(plan: Plan, on_progress: OnProgress) -> dict[str, Any]:
             lent = stack.enter_context(memories_of(plan.memories_of, plan.about()))
             plan = replace(plan, memories_id=identity(lent))
         stack.enter_context(run_folder(plan.folder, plan.about()))
-        (plan.folder / SUMMARY).unlink(missing_ok=True)  # of fewer runs: not to stand beside more lines
-        told, answers = _answered(plan, on_progress)
-        if judge_prompts is None:
-            verdicts: list[Line] | None = None
-        else:
-            verdicts = _judged(plan, judge_prompts, answers, on_progress)
-            file = plan.own_prompt and plan.own_prompt.name
-            told["judge_prompt"] = {"version": judge_prompts.version, "file": file}
-        told |= _models(answers, verdicts or ()) | scores(answers, verdicts, plan.repeats)
-        write_json(plan.folder / SUMMARY, told)
+        told, before = _run(plan, judge_prompts, on_progress)
+        if plan.teach:
+            taught = plan.taught()
+            stack.enter_context(run_folder(taught.folder, taught.about()))
+            teaching = _teach(plan, taught, on_progress)
+            after, lines = _run(taught, judge_prompts, on_progress)
+            notes = {"notes_before": told["built"]["facts"], "notes_after": after["built"]["facts"]}
+            told["taught"] = after | differences(before, lines) | {"teaching": teaching | notes}
+            write_json(plan.folder / SUMMARY, told)
     return told
+
+
+def _run(
+    plan: Plan, judge_prompts: JudgePrompts | None, on_progress: OnProgress
+) -> tuple[dict[str, Any], Lines]:
+    """The run in its folder, which is locked: its summary, which is also written, and its lines."""
+    (plan.folder / SUMMARY).unlink(missing_ok=True)  # of fewer runs: not to stand beside more lines
+    told, answers = _answered(plan, on_progress)
+    if judge_prompts is None:
+        verdicts: list[Line] | None = None
+    else:
+        verdicts = _judged(plan, judge_prompts, answers, on_progress)
+        file = plan.own_prompt and plan.own_prompt.name
+        told["judge_prompt"] = {"version": judge_prompts.version, "file": file}
+    told |= _models(answers, verdicts or ()) | scores(answers, verdicts, plan.repeats)
+    write_json(plan.folder / SUMMARY, told)
+    return told, (answers, verdicts)
+
+
+def _teach(plan: Plan, taught: Plan, on_progress: OnProgress) -> dict[str, Any]:
+    """Teach a copy of the plan's memories by its questions, in the folder of the run that follows."""
+    copy_store(plan.built_in / STORE, taught.folder / STORE)
+    with ExitStack() as stack:
+        lessons = stack.enter_context(closing(KeptLines(taught.folder / LESSONS)))
+        learner = stack.enter_context(_built(taught, Learner, on_progress))
+        done = count(len(lessons) + 1)
+        learner.teach(
+            plan.asked, lessons, lambda: on_progress("questions taught", next(done), len(plan.asked))
+        )
+        told = lessons.of([(1, question.id) for _, question in plan.asked])
+        return {
+            "questions": len(told),
+            "missed": sum(line["missed"] for line in told),
+            "errors": sum("error" in line for line in told),
+            "by_operation": learner.cost(),
+        }
 
 
 def _answered(plan: Plan, on_progress: OnProgress) -> tuple[dict[str, Any], list[Line]]:
@@ -69,7 +108,7 @@ def _answered(plan: Plan, on_progress: OnProgress) -> tuple[dict[str, Any], list
         file = plan.folder / ANSWERS
         lines = KeptLines(file, alike=("model", "prompt_version"), heavy=("material",))
         stack.enter_context(closing(lines))
-        system = stack.enter_context(_built(plan, on_progress))
+        system = stack.enter_context(_built(plan, SYSTEMS[plan.policy], on_progress))
         asker = stack.enter_context(closing(Asker(plan.settings)))
         answering = Answering(system, plan.settings, lines, asker)
         answering.check_room(asked, runs)
@@ -94,17 +133,17 @@ def _answered(plan: Plan, on_progress: OnProgress) -> tuple[dict[str, Any], list
 
 
 @contextmanager
-def _built(plan: Plan, on_progress: OnProgress) -> Iterator[System]:
-    """The plan's system over all its samples. The encoder is loaded where a system needs one."""
+def _built(plan: Plan, make: Callable[[Means], AnySystem], on_progress: OnProgress) -> Iterator[AnySystem]:
+    """A system over all the plan's samples. The encoder is loaded where a system needs one."""
     loaded: list[KeptVectors] = []
 
     def encoder() -> KeptVectors:
         if not loaded:
-            loaded.append(KeptVectors(make_encoder(plan.settings), plan.vectors or plan.built_in / VECTORS))
+            loaded.append(KeptVectors(make_encoder(plan.settings), plan.kept_vectors))
         return loaded[0]
 
     means = Means(plan.benchmark, plan.settings, plan.built_in / STORE, encoder)
-    with closing(SYSTEMS[plan.policy](means)) as system:
+    with closing(make(means)) as system:
         system.build(plan.samples, on_progress)
         for kept in loaded:
             kept.save()

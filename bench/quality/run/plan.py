@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,9 @@ RUNNING = (
 NAMES = ("data", "memories_of")
 # values of settings that did not exist when a run began
 AS_BUILT_IN = {name: Settings.model_fields[name].default for name in SETTINGS}
-AS_BUILT_IN |= {"sim_share": None, "merge_share": None}
+AS_BUILT_IN |= {"sim_share": None, "merge_share": None, "is_taught": False}
+# the run from taught notes, within the folder of the run from the notes as they were
+TAUGHT, VECTORS = "taught", "vectors.npz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ class Plan:
     `judge`: settings that name the judge's server, None for no judge; `own_prompt`: the user's template.
     `only`: the samples that were chosen by name. `questions`: how many a sample; None: all.
     `memories_of`: the folder of the run whose memories are answered from; None: this one's. `memories_id`:
-    that run's identity, known once its folder is ours.
+    that run's identity, known once its folder is ours. `teach`: another run follows, in a folder within
+    this one's, from a copy of the memories that the questions have taught; that one `is_taught`.
     """
 
     benchmark: Benchmark
@@ -77,11 +80,22 @@ class Plan:
     vectors: Path | None = None
     memories_of: Path | None = None
     memories_id: str | None = None
+    teach: bool = False
+    is_taught: bool = False
 
     @property
     def built_in(self) -> Path:
         """The folder that has the memories, or will have them."""
         return self.memories_of or self.folder
+
+    @property
+    def kept_vectors(self) -> Path:
+        return self.vectors or self.built_in / VECTORS
+
+    def taught(self) -> Plan:
+        """The run that follows from taught memories, of its own folder."""
+        own = replace(self, folder=self.folder / TAUGHT, vectors=self.kept_vectors, is_taught=True)
+        return replace(own, memories_of=None, memories_id=None, teach=False)
 
     @property
     def asked(self) -> list[Asked]:
@@ -99,6 +113,7 @@ class Plan:
             "policy": self.policy,
             "memories_of": None if self.memories_of is None else self.memories_of.name,
             "memories_id": self.memories_id,
+            "is_taught": self.is_taught,
             **{name: getattr(s, name) for name in SETTINGS},
             **asdict(tiers_of(s)),
             "theta_sim": s.similarity_threshold,
@@ -113,8 +128,8 @@ class Plan:
 
 def construction(about: Mapping[str, Any]) -> dict[str, Any]:
     """The part of `about` that the memories depend on; runs that differ elsewhere can share memories."""
-    # a profile is thetas
-    left_out = {"questions_per_sample", "memories_id", "profile", *NAMES, *_ANSWERING, *_TIERS}
+    # a profile is thetas; who answers from taught memories has named them
+    left_out = {"questions_per_sample", "memories_id", "is_taught", "profile", *NAMES, *_ANSWERING, *_TIERS}
     versions = about.get("prompt_versions") or {}
     return {
         **{name: value for name, value in about.items() if name not in left_out},

@@ -45,20 +45,26 @@ def _of(lines: Sequence[Line], category: str) -> list[Line]:
 
 
 def _scores(answers: Sequence[Line], verdicts: Sequence[Line] | None, repeats: int) -> dict[str, Any]:
-    errors = [line for line in answers if "answer" not in line]
-    judged = [line for line in verdicts or () if line["verdict"] != UNJUDGED]
-    right = [(key_of(line), float(line["verdict"] == RIGHT)) for line in judged]
-    right += [(key_of(line), 0.0) for line in errors]
     return {
         "questions": len({line["question_id"] for line in answers}),
-        "errors": len(errors),
-        "unjudged": len(verdicts or ()) - len(judged),
-        **{
-            figure: over_runs([(key_of(line), line.get(figure, 0.0)) for line in answers], repeats)
-            for figure in ("f1", "bleu_1")
-        },
-        "judge": over_runs([] if verdicts is None else right, repeats),
+        "errors": sum("answer" not in line for line in answers),
+        "unjudged": sum(line["verdict"] == UNJUDGED for line in verdicts or ()),
+        **{figure: over_runs(_overlaps(answers, figure), repeats) for figure in ("f1", "bleu_1")},
+        "judge": over_runs(_judged(answers, verdicts), repeats),
     }
+
+
+def _overlaps(answers: Sequence[Line], figure: str) -> list[Value]:
+    return [(key_of(line), line.get(figure, 0.0)) for line in answers]
+
+
+def _judged(answers: Sequence[Line], verdicts: Sequence[Line] | None) -> list[Value]:
+    """1 where the judge found the answer right, 0 where wrong or none; without those that it left open."""
+    if verdicts is None:
+        return []
+    told = [line for line in verdicts if line["verdict"] != UNJUDGED]
+    failed = [(key_of(line), 0.0) for line in answers if "answer" not in line]
+    return [(key_of(line), float(line["verdict"] == RIGHT)) for line in told] + failed
 
 
 def over_runs(values: Sequence[Value], repeats: int) -> dict[str, float | None]:
@@ -91,6 +97,25 @@ def difference(values: Sequence[float]) -> dict[str, Any]:
     low, high = np.percentile(np.asarray(values)[drawn].mean(axis=1), (2.5, 97.5)).tolist()
     verdict = "better" if low > 0 else "worse" if high < 0 else UNCLEAR
     return {"mean": round(fmean(values), 4), "low": round(low, 4), "high": round(high, 4), "verdict": verdict}
+
+
+def paired(base: Mapping[Key, float], other: Mapping[Key, float]) -> dict[str, Any]:
+    """The `difference` from the base, of what both have, each question with its mean over the runs."""
+    by_question: defaultdict[str, list[float]] = defaultdict(list)
+    for key in sorted(base.keys() & other.keys()):
+        by_question[key[1]].append(other[key] - base[key])
+    return difference([fmean(of) for of in by_question.values()])
+
+
+Lines = tuple[Sequence[Line], Sequence[Line] | None]
+"""A run's answers and verdicts; None without a judge."""
+
+
+def differences(before: Lines, after: Lines) -> dict[str, Any]:
+    """`f1_difference` and `judge_difference`, question by question."""
+    f1s = (dict(_overlaps(answers, "f1")) for answers, _ in (before, after))
+    judged = (dict(_judged(*lines)) for lines in (before, after))
+    return {"f1_difference": paired(*f1s), "judge_difference": paired(*judged)}
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -60,8 +60,7 @@ class EngineSystem(System):
     def _end(self, tenant: str) -> None:
         """Flush, unless that was done before: no turn of a conversation that is over waits for others."""
         log = self._engine.tenants.existing(tenant)
-        last = log.control(log.next_seq - 1)
-        if last is None or last.kind != "flush":
+        if all(control.kind != "flush" for control in log.controls_from(log.seq_by_row[-1])):
             self._engine.log_flush(tenant)
 
     def _settle(self, turns: int, on_progress: OnProgress) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from undertow.engine.base.model import PolicyName
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.commands.eval.eval import Only, chosen_samples
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
@@ -66,38 +67,37 @@ def sweep(
     data: Annotated[
         Path, typer.Option("--data", metavar="FILE", help="LoCoMo's published file.", show_default=False)
     ],
+    policy: Annotated[PolicyName, typer.Option("--policy", help="Whose settings to sweep.")] = "recmem",
     out: Annotated[
-        Path, typer.Option("--out", metavar="FOLDER", help="For sweeps.json and sweeps.png.")
+        Path, typer.Option("--out", metavar="FOLDER", help="For sweep-POLICY.json and sweep-POLICY.png.")
     ] = Path("sweeps"),
     only: Only = None,
     vectors: opt.KeptIn = None,
     encoder: opt.EncoderName = None,
     as_json: opt.AsJson = False,
 ) -> None:
-    """What RecMem's thresholds cost and k_sub and k_epi find on LoCoMo, one at a time, with a mock LLM.
+    """What a policy's window and thresholds cost on LoCoMo, and what its k find, one at a time: a mock LLM.
 
     Deterministic: the same file, encoder and settings give the same figures.
     """
+    from undertow.bench.quality.ablations import whole
     from undertow.bench.quality.datasets import load
-    from undertow.bench.quality.sweeps import RUNS
+    from undertow.bench.quality.sweeps import SWEPT, runs
     from undertow.bench.quality.sweeps import sweep as run
     from undertow.bench.quality.vectors import KeptVectors
     from undertow.engine.encoders.factory import make_encoder
     from undertow.serving.cli.progress import Bar
 
-    # always RecMem, whatever policy the environment names
-    settings = opt.settings_of(llm="off", encoder=encoder).model_copy(
-        update={"policy": "recmem", "ablation": None}
-    )
+    settings = whole(opt.settings_of(llm="off", encoder=encoder), policy)
     opt.check_settings(settings)
     samples = chosen_samples(list(load(data, "locomo", settings.max_message_bytes)), only)
     kept = KeptVectors(make_encoder(settings), vectors)
     with Bar() as bar:
-        done = count(1)
+        done, total = count(1), runs(SWEPT[policy])
 
         def show() -> None:
             n = next(done)
-            bar.show(f"{n} of {RUNS} runs", n, RUNS)
+            bar.show(f"{n} of {total} runs", n, total)
 
         sweeps = run(samples, settings, kept, show)
     kept.save()
@@ -106,52 +106,38 @@ def sweep(
     if as_json:
         put_json(document)
         return
-    figures = ("consolidated_share", "consolidations", "merges")
-    for name, points in (("theta_sim", sweeps.theta_sim), ("theta_count", sweeps.theta_count)):
+    figures = ("consolidated_share", "consolidations", "merges", "episodes", "facts")
+    for name, points in sweeps.construction.items():
         put_table(
             [_row(point, name, figures) for point in points], [name, *figures, "calls", "prompt_tokens"]
         )
-    put_table(sweeps.k_sub, ["k_sub", "evidence_recall", "questions"])
-    put_table(sweeps.k_epi, ["k_epi", "evidence_recall", "turns_behind", "questions"])
+    for name, points in sweeps.search.items():
+        put_table(points, [name, "evidence_recall", "turns_behind", "questions"])
     say(f"All figures and the picture: {out}")
 
 
 def _written(sweeps: Sweeps, about: dict[str, Any], settings: Settings, out: Path) -> dict[str, Any]:
-    """Write sweeps.json and sweeps.png into `out`; returns the document."""
-    from dataclasses import asdict
-
-    import orjson
-
+    """Write the figures and the picture into `out`; returns the figures."""
+    from undertow.bench.quality.json_lines import write_json
     from undertow.bench.quality.sweep_plot import draw
+    from undertow.bench.quality.sweeps import in_force
 
     document = {
         **about,
+        "policy": settings.policy,
         "encoder": settings.encoder,
-        "where_not_varied": _in_force(settings),
+        "where_not_varied": in_force(settings),
         "llm": "mock, which agrees to every merge",
-        **asdict(sweeps),
+        **sweeps.construction,
+        **sweeps.search,
     }
     out.mkdir(parents=True, exist_ok=True)
-    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-    (out / "sweeps.json").write_bytes(orjson.dumps(document, option=options))
+    file = out / f"sweep-{settings.policy}"
+    write_json(file.with_suffix(".json"), document)
     model, conversations = settings.encoder.rpartition("/")[2], len(about["samples"])
-    draw(sweeps, out / "sweeps.png", f"{about['data']}, {conversations} conversations, {model}, mock LLM")
+    title = f"{settings.policy}: {about['data']}, {conversations} conversations, {model}, mock LLM"
+    draw(sweeps, file.with_suffix(".png"), title)
     return document
-
-
-def _in_force(settings: Settings) -> dict[str, Any]:
-    from undertow.engine.policies.registry import tiers_of
-
-    tiers = tiers_of(settings)
-    return {
-        "search": settings.search,
-        "theta_sim": settings.similarity_threshold,
-        "theta_merge": settings.merge_threshold,
-        "theta_count": settings.recurrence_count,
-        "theta_share": settings.sim_share,
-        "k_sub": tiers.k_sub,
-        "k_epi": tiers.k_epi,
-    }
 
 
 def _row(point: dict[str, Any], name: str, figures: tuple[str, ...]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def calibrate(
     """Propose the thresholds of a store's policies, with the number of triggers that theta_sim would give.
 
     The gate runs over the sample in order, as if no LLM call were refused and no merge happened. theta_merge
-    (RecMem) and theta_evoke (NEMORI) are proposed once there are episodes and facts. HiMem has no threshold.
+    (RecMem), theta_evoke and theta_compare (NEMORI) are proposed once there are episodes and facts.
     """
     from undertow.engine.estimate.calibrate import calibrate as measure
     from undertow.engine.estimate.calibrate import calibrate_memories

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -12,7 +13,7 @@ from undertow.bench.quality import sweeps
 from undertow.bench.quality.ablations import ABLATIONS, ablated, varied
 from undertow.bench.quality.datasets import Sample, load
 from undertow.bench.quality.evidence import firing_rates
-from undertow.bench.quality.sweeps import construction, evidence, evidence_behind
+from undertow.bench.quality.sweeps import SWEPT, construction, evidence
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import PolicyName
@@ -94,47 +95,104 @@ def test_an_ablation_leaves_out_one_part(
         assert changes.items() - plain.items(), "it changes something"
 
 
-def test_recall_grows_with_k_to_what_there_is(samples: list[Sample]) -> None:
-    points = evidence(samples, SETTINGS, KeptVectors(HashingEncoder(384)))
-    assert [point["k_sub"] for point in points] == list(sweeps.K_SUB)
-    recall = [point["evidence_recall"] for point in points]
-    assert recall == sorted(recall)
-    assert recall[-1] == 0.5, "all turns: the one that is there, of two questions"
-    assert {point["questions"] for point in points} == {2}
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+def test_recall_grows_with_k_in_each_tier_of_the_policy(samples: list[Sample], policy: PolicyName) -> None:
+    often = varied(SETTINGS, policy=policy, short_term_pages=1, heat_threshold=0.0)
+    often = varied(often, theta_sim=0.6, theta_count=3)
+    found = evidence(samples, often, KeptVectors(HashingEncoder(384)))
+    assert list(found) == list(SWEPT[policy].counts)
+    for count, points in found.items():
+        assert [point[count] for point in points] == list(sweeps.K)
+        recall = [point["evidence_recall"] for point in points]
+        assert recall == sorted(recall)
+        assert recall[-1] == 0.5 or count != "k_sub", "the one that is there, of two questions"
+        assert {point["questions"] for point in points} == {2}
+        assert 0 < points[0]["turns_behind"] <= points[-1]["turns_behind"] <= 12.0
 
 
-def test_what_is_behind_episodes_grows_with_k_to_the_turns_they_rest_on(samples: list[Sample]) -> None:
-    often = varied(SETTINGS, theta_sim=0.6, theta_count=3)
-    points = evidence_behind(samples, often, KeptVectors(HashingEncoder(384)))
-    assert [point["k_epi"] for point in points] == list(sweeps.K_EPI)
-    first, last = points[0], points[-1]
-    assert first["turns_behind"] < last["turns_behind"] == 12.0, "all turns are consolidated"
-    assert last["evidence_recall"] == 0.5, "the one that is there, of two questions"
-    assert [p["evidence_recall"] for p in points] == sorted(p["evidence_recall"] for p in points)
-    never = evidence_behind(samples, varied(SETTINGS, theta_sim=0.99), KeptVectors(HashingEncoder(384)))
-    assert {(p["evidence_recall"], p["turns_behind"]) for p in never} == {(0.0, 0.0)}
+def test_behind_no_memories_is_no_evidence(samples: list[Sample]) -> None:
+    never = varied(SETTINGS, theta_sim=0.99, salience_turns=0)
+    found = evidence(samples, never, KeptVectors(HashingEncoder(384)))
+    for count in ("k_epi", "k_sem"):
+        assert {(p["evidence_recall"], p["turns_behind"]) for p in found[count]} == {(0.0, 0.0)}
+
+
+@pytest.mark.parametrize(
+    ("policy", "name", "few"),
+    [
+        ("recmem", "theta_merge", (0.3, 1.0)),
+        ("nemori", "window_messages", (4, 24)),
+        ("nemori", "theta_compare", (-1.0, 1.0)),
+        ("memory-os", "heat_threshold", (1, 100)),
+        ("memory-os", "short_term_pages", (1, 12)),
+    ],
+)
+def test_a_setting_of_a_policy_changes_what_construction_takes(
+    samples: list[Sample],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: PolicyName,
+    name: str,
+    few: tuple[float, float],
+) -> None:
+    assert name in SWEPT[policy].construction
+    swept = replace(SWEPT[policy], construction={name: few})
+    monkeypatch.setitem(sweeps.SWEPT, policy, swept)
+    settings = varied(SETTINGS, policy=policy, theta_sim=0.3, theta_count=3)
+    told: list[None] = []
+    swept_points = sweeps.sweep(
+        samples, settings, KeptVectors(HashingEncoder(384)), lambda: told.append(None)
+    ).construction[name]
+    assert [point[name] for point in swept_points] == list(few)
+    low, high = (sum(point["calls"].values()) for point in swept_points)
+    assert low > high, "the lower value asks for more"
+    assert len(told) == sweeps.runs(swept) == 3
+
+
+def test_every_swept_setting_has_values_around_its_default() -> None:
+    for policy, swept in SWEPT.items():
+        settings = varied(SETTINGS, policy=policy)
+        for name, values in swept.construction.items():
+            assert list(values) == sorted(values)
+            assert values[0] <= sweeps.in_force(settings)[name] <= values[-1]
 
 
 def test_the_command_writes_figures_and_picture_and_twice_the_same(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib", reason="the picture needs the extra `eval`")
-    for name, few in (("THETA_SIM", (0.6, 0.9)), ("THETA_COUNT", (3, 5))):
-        monkeypatch.setattr(sweeps, name, few)
+    few = {"theta_sim": (0.6, 0.9), "theta_count": (3, 5)}
+    monkeypatch.setitem(sweeps.SWEPT, "recmem", replace(SWEPT["recmem"], construction=few))
     told = []
     # what it draws is RecMem's, whatever policy the environment names
     for folder, policy in ((tmp_path / "one", "recmem"), (tmp_path / "two", "himem")):
         command = ("bench", "sweep", "--data", data, "--sample", "made-up", "--out", folder, "--json")
         ran = run(*command, env={"UNDERTOW_POLICY": policy})
         assert ran.code == 0, ran.err
-        assert (folder / "sweeps.png").read_bytes().startswith(b"\x89PNG")
-        assert json.loads((folder / "sweeps.json").read_bytes()) == ran.doc
+        assert (folder / "sweep-recmem.png").read_bytes().startswith(b"\x89PNG")
+        assert json.loads((folder / "sweep-recmem.json").read_bytes()) == ran.doc
         told.append(ran.doc)
     assert told[0] == told[1]
     assert [point["theta_sim"] for point in told[0]["theta_sim"]] == [0.6, 0.9]
     assert (told[0]["encoder"], told[0]["samples"]) == ("hash:384", ["made-up"])
-    assert told[0]["where_not_varied"]["k_sub"] == 10
-    assert [point["k_epi"] for point in told[0]["k_epi"]] == list(sweeps.K_EPI)
+    assert told[0]["where_not_varied"].items() >= {"theta_count": 5, "sim_share": 0.02, "k_sub": 10}.items()
+    assert [point["k_epi"] for point in told[0]["k_epi"]] == list(sweeps.K)
+
+
+@pytest.mark.parametrize("policy", ["a-mem", "memory-os"])
+def test_the_command_sweeps_the_policy_that_it_is_given(
+    data: Path, tmp_path: Path, policy: PolicyName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has only k to draw, the other also settings of construction."""
+    pytest.importorskip("matplotlib", reason="the picture needs the extra `eval`")
+    two = {name: values[:2] for name, values in SWEPT[policy].construction.items()}
+    monkeypatch.setitem(sweeps.SWEPT, policy, replace(SWEPT[policy], construction=two))
+    command = ("bench", "sweep", "--policy", policy, "--data", data, "--sample", "made-up", "--out", tmp_path)
+    ran = run(*command, env={"UNDERTOW_POLICY": "nemori", "UNDERTOW_MANAGEMENT": "append"})
+    assert ran.code == 0, ran.err
+    found = json.loads((tmp_path / f"sweep-{policy}.json").read_bytes())
+    assert found["policy"] == policy
+    assert [[point[name] for point in found[name]] for name in two] == [list(of) for of in two.values()]
+    assert (tmp_path / f"sweep-{policy}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_file_that_is_no_locomo_is_refused(tmp_path: Path) -> None:

@@ -84,18 +84,39 @@ def test_on_real_turns_a_share_is_the_share_that_its_theta_links(sample: Sample)
 
 
 def test_thresholds_between_memories_link_a_share_of_their_own_pairs() -> None:
-    """An episode with the turns that it does not rest on, and with the facts of other episodes."""
+    """An episode with the turns that it does not rest on, and facts with episodes and facts of others."""
     episode = {"id": "e", "source_seqs": [0]}
     near, far = vectors(X, X, Y), vectors(Y, X)
-    facts = [({"episode_id": "e"}, far[1]), ({"episode_id": "other"}, far[0])]
+    facts = [fact("a", far[1], "e"), fact("b", far[0], "other")]
     stored: dict[str, Any] = {"episode": [(episode, near[0])], "fact": facts}
     reports: Any = SimpleNamespace(
         memory_vectors=lambda tenant, kind: iter(stored[kind]),
         turns_with_vectors=lambda tenant: enumerate(near),
     )
     found = calibrate_memories(reports, 0.5, tenant="ann")
-    assert (found["turn_episode_pairs"], found["episode_fact_pairs"]) == (2, 1)
+    assert (found["turn_episode_pairs"], found["episode_fact_pairs"], found["fact_pairs"]) == (2, 1, 1)
     assert found["theta_merge"] == pytest.approx(0.0, abs=0.001)
     assert found["theta_evoke"] == pytest.approx(0.0, abs=0.001), "the fact of the episode does not count"
+    assert found["theta_compare"] == pytest.approx(0.0, abs=0.001)
     stored["episode"] = []
-    assert calibrate_memories(reports, 0.5, tenant="ann")["theta_merge"] is None
+    without = calibrate_memories(reports, 0.5, tenant="ann")
+    assert without["theta_merge"] is without["theta_evoke"] is None
+    assert without["fact_pairs"] == 1, "facts need no episode"
+
+
+def test_facts_of_one_episode_are_not_compared_with_each_other() -> None:
+    """A distillation's facts are compared with those stored before. Facts may lack an episode."""
+    rows = [fact("a", X, "e"), fact("b", X, "e"), fact("c", Y, "f"), fact("d", Y, None), fact("g", Y, None)]
+    reports: Any = SimpleNamespace(
+        memory_vectors=lambda tenant, kind: iter(rows if kind == "fact" else ()),
+    )
+    found = calibrate_memories(reports, 0.3, tenant="ann")
+    assert found["fact_pairs"] == 9, "ten pairs, one of them of one episode"
+    assert found["theta_compare"] == pytest.approx(1.0, abs=0.001), "three of nine pairs are alike"
+    assert calibrate_memories(reports, 0.4, tenant="ann")["theta_compare"] == pytest.approx(0.0, abs=0.001)
+    some = calibrate_memories(reports, 0.3, tenant="ann", sample_memories=3)
+    assert some["fact_pairs"] == 2, "a, b and c"
+
+
+def fact(name: str, vector: Any, episode: str | None) -> tuple[dict[str, Any], Any]:
+    return {"id": name, "episode_id": episode}, np.array(vector, np.float16)

@@ -214,10 +214,10 @@ def test_a_real_cross_encoder_ranks_answers_and_the_evidence_that_is_measured(tm
         turns = tuple(turns_of("eve", 60))
         question = Question("q", QUESTION, "single-hop", ("3",), "", None)
         sample = Sample("eve", turns, tuple((str(n),) for n in range(60)), (question,))
-        (measured,) = retrieve(engine, KeptVectors(ENCODER), [sample], k=5)
+        (measured,) = retrieve(engine, KeptVectors(ENCODER), [sample])
     model = CrossEncoder(str(tmp_path / "model"), device="cpu")
     scores = model.predict([(QUESTION, hit.memory) for hit in found]).tolist()
     expected = [hit.memory for _, hit in sorted(zip(scores, found, strict=True), key=lambda one: -one[0])]
     assert [number(line) for line in shown(llm)][:5] == [number(text) for text in expected][:5]
-    assert expected[:5] == [hit.memory for hit in measured.hits] != [hit.memory for hit in found][:5]
+    assert expected[:5] == [hit.memory for hit in measured.hits][:5] != [hit.memory for hit in found][:5]
     assert phases.seen == ["rerank"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from undertow.serving.cli.commands.eval.evidence import interval
 from undertow.serving.cli.errors import Exit
 from undertow.serving.cli.output import put_json, put_pairs, put_table, say
 
@@ -60,7 +61,25 @@ def _put(summary: dict[str, Any], folder: Path) -> None:
     )
     for line in _left_out(summary):
         say(line)
+    if taught := summary.get("taught"):
+        _put_taught(taught)
     say(f"Every answer and verdict: {folder}")
+
+
+def _put_taught(taught: dict[str, Any]) -> None:
+    """What the same questions got from the notes that they had revised."""
+    put_table(list(_rows(taught)), _COLUMNS, title="From the notes that the questions have revised")
+    for name, label in _SCORES.items():
+        differs = taught[f"{name}_difference"]
+        if differs["mean"] is not None:
+            say(f"{label} against the notes before: {interval(differs)}")
+    teaching = taught["teaching"]
+    say(
+        f"Of {teaching['questions']:,} questions the notes missed {teaching['missed']:,}: "
+        f"{teaching['notes_before']:,} notes became {teaching['notes_after']:,}."
+    )
+    for line in _left_out(taught):
+        say(line)
 
 
 def _left_out(summary: dict[str, Any]) -> Iterator[str]:

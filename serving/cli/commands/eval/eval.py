@@ -90,6 +90,13 @@ MemoriesOf = Annotated[
         "need no new ones.",
     ),
 ]
+Teach = Annotated[
+    bool | None,
+    typer.Option(
+        "--teach",
+        help="HiMem: then let the questions revise the notes, once in the file's order, and ask them again.",
+    ),
+]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -102,7 +109,7 @@ Out = Annotated[
 
 _NEEDS_LLM = {
     *("policy", "ablation", "memories_of", "llm", "llm_model", "judge_llm", "judge_model", "judge_prompt"),
-    *("repeats", "questions", "profile", "answer_style", "calls"),
+    *("repeats", "questions", "teach", "profile", "answer_style", "calls"),
     *("theta_share", "theta_sim", "theta_merge", "theta_count"),
 }
 # what memories are made under, and so what reads those of another run
@@ -119,6 +126,7 @@ def evaluate(
     policy: Policy = None,
     ablation: AblationName = None,
     memories_of: MemoriesOf = None,
+    teach: Teach = None,
     llm: opt.Llm = None,
     llm_model: LlmModel = None,
     judge_llm: JudgeLlm = None,
@@ -160,16 +168,15 @@ def evaluate(
         raise WrongUsage("answering needs an LLM server. Give --llm URL, or --evidence-only.")
     folder = out or Path("-".join(["eval", benchmark, name, *([ablation] if ablation else [])]))
     _check_memories(name, folder, memories_of)
+    if teach and (name != "himem" or not settings.himem_self_evolution):
+        raise WrongUsage("--teach is of --policy himem, with self-evolution. Leave it out.")
     judge = _judge_settings(settings, judge_llm, judge_model, judge_prompt)
     samples = _samples(data, benchmark, settings, only)
+    chosen = None if only is None else tuple(sample.tenant for sample in samples)
     plan = Plan(
-        *(benchmark, data, tuple(samples), name, settings, judge, folder),
-        own_prompt=judge_prompt,
-        only=None if only is None else tuple(sample.tenant for sample in samples),
-        questions=questions,
-        repeats=repeats or 1,
-        vectors=vectors,
-        memories_of=memories_of,
+        *(benchmark, data, tuple(samples), name, settings, judge, folder, judge_prompt, chosen),
+        *(questions, repeats or 1, vectors, memories_of),
+        teach=bool(teach),
     )
     measure_answers(plan, as_json=as_json)
 

@@ -81,14 +81,15 @@ def _measure_in_budget(plan: Plan, budgets: list[int], *, gold: bool, as_json: b
             {
                 **{"system": of["system"], "tokens": of["budget"], "in the prompt": of["prompt_tokens"]},
                 **{"in turns": of["in_turns"], **of["evidence"]},
-                "against turns": "" if differs is None else _told(differs),
+                "against turns": "" if differs is None else interval(differs),
             }
         )
     put_table(rows, list(rows[0]), title="Share of the evidence shown, with memories that tell of it")
     say(f"What was shown for each question: {plan.folder}")
 
 
-def _told(differs: dict[str, Any]) -> str:
+def interval(differs: dict[str, Any]) -> str:
+    """A difference in words, with its interval where there is one."""
     if differs["low"] is None:
         return str(differs["verdict"])
     interval = f"{differs['mean']:+.3f} [{differs['low']:+.3f}, {differs['high']:+.3f}]"
