@@ -15,9 +15,9 @@ from undertow.engine.base.config import Ablation, ManagementName
 from undertow.engine.base.model import Decision, Memory, memory_id
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import PromptBudget, TurnView, deletion
-from undertow.engine.policies.nemori.knowledge import management_of
 from undertow.engine.policies.nemori.partition import Partition, partition_of
 from undertow.engine.policies.nemori.policy import Nemori
+from undertow.engine.policies.registry import management_of
 from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.reply_schemas import (
     ConsolidateReply,
@@ -31,6 +31,7 @@ from undertow.prompts.reply_schemas import (
     StatementsReply,
 )
 
+from ..support.engine import settings_of
 from ..support.policies.driver import BAD, ROOMY, Driven, View, drive, lines_under, stored
 
 # ---- partitions
@@ -111,7 +112,8 @@ def policy(
     theta: float = 1.0,
     budget: PromptBudget = ROOMY,
 ) -> Nemori:
-    return Nemori(budget, 4, management_of(management, theta), ablation)
+    settings = settings_of(policy="nemori", management=management, theta_evoke=theta, calls="paper")
+    return Nemori(budget, 4, management_of(settings), ablation)
 
 
 def decide(view: View, seq: int, *replies: Reply | BadReply, of: Nemori | None = None) -> Driven:

@@ -63,7 +63,7 @@ def test_the_settings_name_policies_and_their_ablations(monkeypatch: pytest.Monk
     assert Settings().policy == "eager"
     with pytest.raises(ValidationError, match="'direct-extraction' leaves out a part of"):
         Settings(ablation="direct-extraction")
-    with pytest.raises(ValidationError, match="'append' keeps the facts of the policy 'nemori'"):
+    with pytest.raises(ValidationError, match="management is a setting of the policy 'nemori'"):
         Settings(management="append")
     with pytest.raises(
         ValidationError, match=r"'fixed-chunks' .*policy 'nemori', and the policy is 'recmem'"
