@@ -13,6 +13,7 @@ import pytest
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn
 from undertow.engine.llm.client import BadReply
+from undertow.engine.policies.registry import tiers_of
 
 from ..support.engine import (
     ENCODER,
@@ -92,7 +93,7 @@ def test_a_variant_decides_any_log_as_its_oracle_does(name: str, tmp_path: Path)
 
     assert {p.operation for of in run.prompts.values() for p in of} == variant.operations
     assert {memory.kind for memory in stored} == variant.kinds
-    assert bool(found.episodes) == ("episode" in variant.kinds and settings.k_epi != 0)
+    assert bool(found.episodes) == ("episode" in variant.kinds and tiers_of(settings).k_epi != 0)
     assert bool(found.facts) == ("fact" in variant.kinds)
     facts = [m for m in stored if m.kind == "fact"]
     versions = [m for of in run.versions.values() for m in of if m.kind == "fact"]
