@@ -72,9 +72,8 @@ def test_a_variant_decides_any_log_as_its_oracle_does(name: str, tmp_path: Path)
     variant = VARIANTS[name]
     rng = random.Random(3)
     turns = {tenant: talk(tenant, 18) for tenant in ("ann", "bob")}
-    settings = settings_of(
-        window_messages=6, theta_evoke=0.3, batch_turns=rng.randrange(1, 6), **variant.options
-    )
+    sizes = {"window_messages": 6, "short_term_pages": 2, "batch_turns": rng.randrange(1, 6)}
+    settings = settings_of(theta_evoke=0.3, heat_threshold=1.0, **sizes, **variant.options)
     llm = RecordingLLM(REPLIES)
     with opened(tmp_path, settings, ENCODER, llm) as engine:
         live(engine, interleaved(turns, seed=5), rng)

@@ -70,7 +70,7 @@ class MemoryOSPages(Management):
         nearest = [
             fact
             for kind, most in _SHOWN.items()
-            for fact in islice((f for f in found if _shown_as(f) == kind), most)
+            for fact in islice((f for f in found if f not in profile and _shown_as(f) == kind), most)
         ]
         return list({fact.id: fact for fact in (*waiting, *profile, *nearest)}.values())
 

@@ -41,6 +41,7 @@ from undertow.prompts.reply_schemas import (
 )
 
 from .a_mem import OracleAMem
+from .memory_os import OracleMemoryOS, OraclePage
 from .run import Oracle, OracleDecision, OracleMemory, exact_dot
 
 EPISODES_SHOWN, FACTS_EVOKED, FACTS_COMPARED = 5, 10, 5
@@ -67,7 +68,9 @@ class OracleNemori(Oracle):
         self._made: list[OracleMemory] = []
         self._fused = settings.call_form == "fused"
         self._notes = OracleAMem(tenant, encoder, llm, settings)
-        self._notes.prompts = self.prompts
+        self._pages = OracleMemoryOS(tenant, encoder, llm, settings)
+        self._pages.of_facts, self._pages.times = True, self._times
+        self._notes.prompts = self._pages.prompts = self.prompts
 
     def take(self, seq: int, turn: Turn) -> None:
         """Decide one turn."""
@@ -182,7 +185,10 @@ class OracleNemori(Oracle):
     def _evoked(self, episode: OracleMemory) -> list[OracleMemory]:
         if self.settings.management == "summary":
             return self.current("fact")
-        near = self._nearest("fact", episode.index_text or episode.text)[:FACTS_EVOKED]
+        near = self._nearest("fact", episode.index_text or episode.text)
+        if self.settings.management == "memory-os":
+            return self._shown_pages([m for _, m in near])
+        near = near[:FACTS_EVOKED]
         if self.settings.management == "a-mem":
             best = [m for _, m in near]
             linked = [m for note in best for i in note.links for m in self.current("fact") if m.id == i]
@@ -210,6 +216,8 @@ class OracleNemori(Oracle):
                 self._born(seq, "fact", text, said, episode_id=episode_id, beside=beside)
             elif self.settings.management == "a-mem":
                 self._note(self._born(seq, "fact", text, said, episode_id=episode_id, beside=beside))
+            elif self.settings.management == "memory-os":
+                self._page(self._born(seq, "fact", text, said, episode_id=episode_id, beside=beside))
             else:
                 self._consolidate(seq, text, said, beside, episode_id)
 
@@ -221,6 +229,26 @@ class OracleNemori(Oracle):
         self._notes.episodes = {e.id: e.sources for e in self.current("episode")}
         self._notes.note(replace(fact, text=""), fact.text)
         self._made += self._notes.versions[len(stored) :]
+
+    def _page(self, fact: OracleMemory) -> None:
+        """Appendix A.3: the fact is a page of MemoryOS."""
+        self._made[-1] = page = replace(fact, fact_kind="page")
+        reach = frozenset((*page.sources, *page.shown))
+        self._pages.pages[page.id] = OraclePage(page.text, page.timestamp, page.sources, reach)
+        stored, made = ([m for m in of if m.kind == "fact"] for of in (self.versions, self._made))
+        others = [m for m in self._made if m.kind != "fact"]
+        self._made = others + self._pages.file(fact.made_at_seq, stored, made, self.settings.short_term_pages)
+
+    def _shown_pages(self, near: list[OracleMemory]) -> list[OracleMemory]:
+        """What MemoryOS shows for an answer: short-term memory, the profile, and the nearest of the rest."""
+        every = self.current("fact")
+        filed = {i for m in (*self.versions, *self._made) if m.fact_kind == "segment" for i in m.links}
+        found = [m for m in every if m.fact_kind == "page" and m.id not in filed]
+        found += [m for m in every if m.fact_kind == "profile"]
+        found += [m for m in near if m.fact_kind == "page"][:10]
+        found += [m for m in near if m.fact_kind == "segment"][:5]
+        found += [m for m in near if m.fact_kind in ("knowledge", "agent")][:5]
+        return [m for n, m in enumerate(found) if m not in found[:n]]
 
     def _summarise(self, seq: int, said_in: dict[str, tuple[int, ...]], turns: set[int]) -> None:
         """Appendix A.1: the one text that is all that is known, told anew."""

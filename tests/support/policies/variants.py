@@ -40,6 +40,9 @@ VARIANTS: Mapping[str, Variant] = {
     "nemori, notes of a-mem": _nemori(
         "partition", *_TOLD, *_LEARNT, "annotate", "connect", management="a-mem"
     ),
+    "nemori, pages of memory-os": _nemori(
+        "partition", *_TOLD, *_LEARNT, "topic", "persona", management="memory-os"
+    ),
     "nemori, indexed by messages": _nemori(
         "partition", *_TOLD, *_LEARNT, "consolidate", nemori_index="messages"
     ),
