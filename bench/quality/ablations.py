@@ -26,6 +26,13 @@ ABLATIONS: Mapping[str, Left] = {
     **{name: Left(OF_CONSTRUCTION[name], {"ablation": name}) for name in get_args(Ablation)},
     "append-management": Left(("nemori",), {"management": "append"}),
     "summary-management": Left(("nemori",), {"management": "summary"}),
+    "a-mem-management": Left(("nemori",), {"management": "a-mem"}),
+    "memory-os-management": Left(("nemori",), {"management": "memory-os"}),
+    "index-messages": Left(("nemori",), {"nemori_index": "messages"}),
+    "retrieve-messages": Left(("nemori",), {"nemori_retrieve": "messages"}),
+    "index-and-retrieve-messages": Left(
+        ("nemori",), {"nemori_index": "messages", "nemori_retrieve": "messages"}
+    ),
     "without-alignment": Left(("himem",), {"himem_align_notes": False}),
     "aligned-episodes": Left(("himem",), {"himem_align_episodes": True}),
     "without-subconscious": Left(("recmem", "nemori"), {"k_sub": 0}),
@@ -37,6 +44,8 @@ ABLATIONS: Mapping[str, Left] = {
 _WHOLE: Mapping[str, Any] = {
     "ablation": None,
     "management": "native",
+    "nemori_index": "narrative",
+    "nemori_retrieve": "narrative",
     "himem_align_notes": True,
     "himem_align_episodes": False,
 }
@@ -61,4 +70,5 @@ def ablated(settings: Settings, name: str) -> Settings:
     left = ABLATIONS[name]
     if settings.policy not in left.of:
         raise ValueError(f"{name} is an ablation of {' or '.join(left.of)}, and not of {settings.policy}")
-    return varied(settings, **{**_WHOLE, "k_sem": tiers_of(settings).k_sem, **left.changes})
+    kept = {"k_sem": tiers_of(settings).k_sem} if "k_epi" in left.changes else {}
+    return varied(settings, **{**_WHOLE, **kept, **left.changes})

@@ -119,8 +119,9 @@ def turn_report(row: Row) -> Report:
 
 def memory_report(memory: Memory) -> Report:
     report = asdict(memory)
-    if not memory.links:
-        del report["links"]  # as exports of before had it
+    for name in ("links", "index_text"):
+        if not report[name]:
+            del report[name]  # as exports of before had it
     report["source_messages"] = [list(message) for message in memory.source_messages]
     return {name: list(value) if isinstance(value, tuple) else value for name, value in report.items()}
 

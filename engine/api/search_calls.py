@@ -33,7 +33,7 @@ from undertow.engine.encoders.outage import EncoderDown
 from undertow.engine.llm.client import LLMClient
 from undertow.engine.policies.base import Learns, PromptBudget, Tiers
 from undertow.engine.policies.registry import Policies
-from undertow.engine.search.companions import with_companions
+from undertow.engine.search.companions import as_words, with_companions
 from undertow.engine.search.metadata_index import Where
 from undertow.engine.search.packing import as_told, packed
 from undertow.engine.search.ranking import (
@@ -185,6 +185,7 @@ class SearchCalls(ABC):
         if not tiers.tokens:
             return with_companions(of, found, tiers)
         is_whole = len(found.turns) == live_turns(of)
+        found = found if tiers.narratives else as_words(of, found)
         return packed(as_told(of, found), tiers.tokens, is_whole=is_whole)
 
     def reranked(self, query: str, found: SearchResult) -> SearchResult:

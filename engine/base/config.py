@@ -24,7 +24,9 @@ ABLATIONS: Mapping[str, tuple[PolicyName, ...]] = {
     "fixed-chunks": ("nemori",),
 }
 # How NEMORI manages facts (section 3.3.3 and appendix A).
-ManagementName = Literal["native", "append", "summary"]
+ManagementName = Literal["native", "append", "summary", "a-mem", "memory-os"]
+# NEMORI, table 6: an episode's narrative (N), or its raw messages (P).
+EpisodeText = Literal["narrative", "messages"]
 # Whether one LLM call asks for what the papers ask for in several.
 CallForm = Literal["fused", "paper"]
 
@@ -34,13 +36,16 @@ ANSWER_TOKENS = 800
 PROFILES: dict[str, tuple[float, int]] = {"companion": (0.7, 5), "assistant": (0.6, 4), "paper": (0.7, 5)}
 # The share of a tenant's pairs of turns that takes the place of these thetas (docs/quality.md has figures).
 THETA_SHARES: Mapping[str, float] = {"companion": 0.02, "assistant": 0.1, "paper": 0.0}
-# The settings that apply to HiMem alone, with their defaults, which they must have under other policies.
-_OF_HIMEM: Mapping[str, Any] = {
-    "himem_align_notes": True,
-    "himem_align_episodes": False,
-    "himem_self_evolution": True,
-    "himem_max_notes": None,
-    "answer_mode": "hybrid",
+# The settings that apply to one policy alone, with their defaults, which they must have under the others.
+_OF_POLICY: Mapping[PolicyName, Mapping[str, Any]] = {
+    "himem": {
+        "himem_align_notes": True,
+        "himem_align_episodes": False,
+        "himem_self_evolution": True,
+        "himem_max_notes": None,
+        "answer_mode": "hybrid",
+    },
+    "nemori": {"management": "native", "nemori_index": "narrative", "nemori_retrieve": "narrative"},
 }
 
 
@@ -85,6 +90,10 @@ class Settings(BaseSettings):
     window_messages: int = Field(default=20, ge=1, le=200)
     theta_evoke: float = Field(default=0.70, ge=-1.0, le=1.0)
     management: ManagementName = "native"
+    # NEMORI, table 6: which text of an episode is embedded, and which one an answer is given. With
+    # "narrative" an answer also gets the raw messages of the `raw_of_best` best episodes.
+    nemori_index: EpisodeText = "narrative"
+    nemori_retrieve: EpisodeText = "narrative"
     # With fused calls: a fact is compared with stored facts of at least this cosine, and is new without a
     # call if there is none. It belongs to the embedding model.
     theta_compare: float = Field(default=0.65, ge=-1.0, le=1.0)
@@ -220,24 +229,22 @@ class Settings(BaseSettings):
                 f"ablation {self.ablation!r} leaves out a part of the policy {' or '.join(map(repr, of))}, "
                 f"and the policy is {self.policy!r}. Set one of the two"
             )
-        if self.management != "native" and self.policy != "nemori":
-            raise ValueError(
-                f"management {self.management!r} keeps the facts of the policy 'nemori', and the policy is "
-                f"{self.policy!r}. Set one of the two"
-            )
-        set_here = [name for name, usual in _OF_HIMEM.items() if getattr(self, name) != usual]
-        if set_here and self.policy != "himem":
-            raise ValueError(
-                f"{set_here[0]} is a setting of the policy 'himem', and the policy is {self.policy!r}. "
-                "Set one of the two"
-            )
+        for policy, settings in _OF_POLICY.items():
+            set_here = [name for name, usual in settings.items() if getattr(self, name) != usual]
+            if set_here and self.policy != policy:
+                raise ValueError(
+                    f"{set_here[0]} is a setting of the policy {policy!r}, and the policy is "
+                    f"{self.policy!r}. Set one of the two"
+                )
         return self
 
     def under(self, policy: PolicyName) -> Self:
         """These settings for a tenant with its own policy, whose ablations and options are the defaults."""
         if policy == self.policy:
             return self
-        parts: dict[str, Any] = {"ablation": None, "management": "native", **_OF_HIMEM}
+        parts: dict[str, Any] = {"ablation": None}
+        for usual in _OF_POLICY.values():
+            parts |= usual
         return self.model_copy(update={"policy": policy, **parts})
 
     def mode_of(self, asked: AnswerMode | None) -> AnswerMode:
@@ -246,7 +253,7 @@ class Settings(BaseSettings):
             return self.answer_mode
         if asked not in get_args(AnswerMode):
             raise ValueError(f"{asked!r:.80} is none of {', '.join(get_args(AnswerMode))}")
-        if asked != _OF_HIMEM["answer_mode"] and self.policy != "himem":
+        if asked != _OF_POLICY["himem"]["answer_mode"] and self.policy != "himem":
             raise ValueError(f"{asked!r} is of the policy 'himem', and the tenant's is {self.policy!r}")
         return asked
 

@@ -119,7 +119,7 @@ class Memory:
     sources are parts of turns: (seq of the turn, index of the line) of each message; () means all messages of
     `source_seqs`. `shown_seqs`: other turns in its prompt, whose words it may contain. `generation`: 1, plus
     the number of changes of the tenant's policy before it. `links`: ids of related memories of its kind; some
-    may be gone.
+    may be gone. `index_text`: what it is found by, where that is not its text.
     """
 
     id: str
@@ -143,6 +143,12 @@ class Memory:
     generation: int = 1
     shown_seqs: tuple[int, ...] = ()
     links: tuple[str, ...] = ()
+    index_text: str = ""
+
+    @property
+    def indexed(self) -> str:
+        """The text that its vector and its keywords are of."""
+        return self.index_text or self.text
 
     @property
     def reach(self) -> frozenset[int]:

@@ -68,7 +68,8 @@ class Tiers:
     `raw_of_best`: for how many of the best episodes their turns are included too. `consolidated`: whether
     turns that were consolidated into memories are included as turns. `linked`: whether facts that the best
     link to are included. `recent`: the newest turns, which are always included; `always`: the kind of facts
-    that is. `tokens`: the budget that the best of all tiers fill; 0: none.
+    that is. `narratives`: whether episodes are shown by their text; else by their turns' words. `tokens`: the
+    budget that the best of all tiers fill; 0: none.
     """
 
     k_sub: int = 10
@@ -79,6 +80,7 @@ class Tiers:
     linked: bool = False
     recent: int = 0
     always: str | None = None
+    narratives: bool = True
     tokens: int = 0
 
 
@@ -275,8 +277,12 @@ class Policy(ABC):
     """Turns records of the log into memories. By default no turn waits, and answers give no feedback."""
 
     name: ClassVar[str]
-    tiers: Tiers = Tiers()
     learns: Learns = Learns()
+
+    @property
+    def tiers(self) -> Tiers:
+        """What an answer is given by default."""
+        return Tiers()
 
     @abstractmethod
     def decide(self, seq: int, memory: MemoryView) -> Decide:
@@ -361,6 +367,7 @@ def rewording(memory: Memory, text: str, seq: int) -> Memory:
     return replace(
         memory,
         text=text,
+        index_text="",
         version=memory.version + 1,
         made_at_seq=seq,
         prompt_version=None,
@@ -370,7 +377,8 @@ def rewording(memory: Memory, text: str, seq: int) -> Memory:
 
 def deletion(memory: Memory, seq: int) -> Memory:
     """The last version, which deletes a memory."""
-    return replace(memory, text="", version=memory.version + 1, made_at_seq=seq, deleted=True)
+    version = memory.version + 1
+    return replace(memory, text="", index_text="", version=version, made_at_seq=seq, deleted=True)
 
 
 def forgotten(memory: Memory, seq: int) -> Memory:
@@ -378,4 +386,4 @@ def forgotten(memory: Memory, seq: int) -> Memory:
 
     So only memories that a user deleted keep sources, which no replay remakes.
     """
-    return replace(deletion(memory, seq), source_seqs=(), source_messages=(), shown_seqs=())
+    return replace(deletion(memory, seq), source_seqs=(), source_messages=(), shown_seqs=(), links=())

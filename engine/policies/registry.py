@@ -11,8 +11,10 @@ from undertow.engine.policies.base import Policy, PromptBudget, Tiers
 from undertow.engine.policies.eager import Eager
 from undertow.engine.policies.himem.policy import HiMem
 from undertow.engine.policies.memory_os.policy import MemoryOS
-from undertow.engine.policies.nemori.knowledge import management_of
+from undertow.engine.policies.nemori.knowledge import Append, Batched, Native, Summary
+from undertow.engine.policies.nemori.management import Management
 from undertow.engine.policies.nemori.policy import Nemori
+from undertow.engine.policies.nemori.third_party import AMemNotes, MemoryOSPages
 from undertow.engine.policies.recmem import RecMem
 from undertow.engine.policies.salience import Salience
 
@@ -30,9 +32,8 @@ def policy_of(settings: Settings) -> Policy:
         case "eager":
             return Eager(budget)
         case "nemori":
-            floor = settings.theta_compare if is_fused else None
-            management = management_of(settings.management, settings.theta_evoke, floor)
-            return Nemori(budget, settings.window_messages, management, settings.ablation, is_fused)
+            parts = (management_of(settings), settings.ablation, is_fused, settings.nemori_index)
+            return Nemori(budget, settings.window_messages, *parts)
         case "himem":
             return HiMem(
                 budget,
@@ -46,6 +47,22 @@ def policy_of(settings: Settings) -> Policy:
             return AMem(budget)
         case "memory-os":
             return MemoryOS(budget, settings.short_term_pages, settings.heat_threshold)
+
+
+def management_of(settings: Settings) -> Management:
+    """NEMORI's management of facts. With fused calls, "native" has one call for several facts."""
+    theta = settings.theta_evoke
+    match settings.management:
+        case "native":
+            return Batched(theta, settings.theta_compare) if settings.call_form == "fused" else Native(theta)
+        case "append":
+            return Append(theta)
+        case "summary":
+            return Summary()
+        case "a-mem":
+            return AMemNotes()
+        case "memory-os":
+            return MemoryOSPages(settings.short_term_pages, settings.heat_threshold)
 
 
 def _salience_of(settings: Settings) -> Salience | None:
@@ -67,7 +84,8 @@ def tiers_of(settings: Settings) -> Tiers:
 
 def _for_answers(own: Tiers, settings: Settings) -> Tiers:
     budget = settings.answer_budget
-    return _as_set(replace(TO_FILL, tokens=budget) if budget else own, settings)
+    to_fill = replace(TO_FILL, tokens=budget, k_epi=TO_FILL.k_epi if own.k_epi else 0)
+    return _as_set(to_fill if budget else own, settings)
 
 
 def _as_set(own: Tiers, settings: Settings) -> Tiers:
@@ -80,6 +98,7 @@ def _as_set(own: Tiers, settings: Settings) -> Tiers:
         k_epi=own.k_epi if settings.k_epi is None else settings.k_epi,
         k_sem=own.k_sem if k_sem is None else k_sem,
         raw_of_best=own.raw_of_best if settings.raw_of_best is None else settings.raw_of_best,
+        narratives=settings.nemori_retrieve == "narrative",
     )
 
 
@@ -110,4 +129,4 @@ class Policies:
 
     def answer_tiers(self, name: str | None) -> Tiers:
         """As `tiers_of`, for this policy."""
-        return _for_answers(self.named(name).tiers, self._settings)
+        return _for_answers(self.named(name).tiers, self.settings_of(name))

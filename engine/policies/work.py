@@ -10,6 +10,7 @@ from undertow.engine.base.model import Decision, Memory, MemoryKind, memory_id, 
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.attribution import turns_that_say
 from undertow.engine.policies.base import (
+    Complete,
     Draft,
     Effect,
     MemoryView,
@@ -33,13 +34,24 @@ Failed = (BadReply, PromptTooLong)
 
 
 class Work:
-    """One job: the record that it decides, and the drafts that it has made, in order."""
+    """One job: the record that it decides, and the drafts that it has made, in order.
+
+    `operation` names the last LLM call that `ask` has made.
+    """
+
+    operation = ""
 
     def __init__(self, seq: int, view: MemoryView, budget: PromptBudget) -> None:
         self.seq = seq
         self.view = view
         self.drafts: list[Draft] = []
         self._budget = budget
+
+    def every(self, kind: MemoryKind) -> list[Memory]:
+        """The newest version of each memory of a kind, deleted ones too, after this job's own drafts."""
+        newest = {memory.id: memory for memory in (*self.view.ended(kind), *self.view.current(kind))}
+        newest |= {d.memory.id: d.memory for d in self.drafts if d.memory.kind == kind}
+        return list(newest.values())
 
     def current(self, kind: MemoryKind) -> list[Memory]:
         """The current memories of a kind after this job's own drafts."""
@@ -133,20 +145,36 @@ class Work:
         self.drafts.append(Draft(memory, vector))
         return self.drafts[-1]
 
-    def parts(self, seqs: Sequence[int], prompt_of: Callable[[Sequence[int]], Prompt]) -> list[Sequence[int]]:
-        """The turns split into as few prompts as possible. PromptTooLong if one turn is too long."""
-        if not seqs or self.fits(prompt_of(seqs)):
-            return [seqs] if seqs else []
-        parts: list[Sequence[int]] = []
-        part: list[int] = []
-        for seq in seqs:
-            if part and not self.fits(prompt_of([*part, seq])):
+    def parts(self, items: Sequence[T], prompt_of: Callable[[Sequence[T]], Prompt]) -> list[Sequence[T]]:
+        """The items split into as few prompts as possible. PromptTooLong if one is too long."""
+        if not items or self.fits(prompt_of(items)):
+            return [items] if items else []
+        parts: list[Sequence[T]] = []
+        part: list[T] = []
+        for item in items:
+            if part and not self.fits(prompt_of([*part, item])):
                 parts.append(part)
                 part = []
-            part.append(seq)
+            part.append(item)
             if len(part) == 1:
                 self.checked(prompt_of(part))
         return [*parts, part]
+
+    def ask(self, prompt: Prompt) -> Generator[Effect, Any, Any]:
+        """Make an LLM call; returns the validated reply. PromptTooLong, BadReply."""
+        self.operation = prompt.operation
+        return (yield Complete(self.checked(prompt)))
+
+    def select_fitting(
+        self, memories: Sequence[Memory], prompt_of: Callable[[Sequence[ShownMemory]], Prompt]
+    ) -> tuple[Prompt, Sequence[Memory]]:
+        """The prompt with the memories that fit into the context (see `fitting`), and these memories."""
+
+        def prompt_with(some: Sequence[Memory]) -> Prompt:
+            return prompt_of([as_shown(n, memory) for n, memory in enumerate(some, 1)])
+
+        kept = self.fitting(memories, prompt_with)
+        return prompt_with(kept), kept
 
     def fits(self, prompt: Prompt) -> bool:
         return self._budget.fits(prompt)

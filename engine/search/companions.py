@@ -16,7 +16,14 @@ from undertow.engine.tenants.tenant import Tenant
 def with_companions(tenant: Tenant, found: SearchResult, tiers: Tiers) -> SearchResult:
     """The result with all that the tiers add to it."""
     found = with_links(tenant, found) if tiers.linked else found
-    return with_words(tenant, with_standing(tenant, found, tiers), tiers.raw_of_best)
+    found = with_standing(tenant, found, tiers)
+    return with_words(tenant, found, tiers.raw_of_best) if tiers.narratives else as_words(tenant, found)
+
+
+def as_words(tenant: Tenant, found: SearchResult) -> SearchResult:
+    """The result with the raw messages of its episodes in place of their text (NEMORI, table 6)."""
+    told = with_words(tenant, found, len(found.episodes))
+    return replace(told, episodes=(), quoted=frozenset())
 
 
 def with_words(tenant: Tenant, found: SearchResult, best: int) -> SearchResult:

@@ -169,7 +169,7 @@ class MemoryWords:
         terms = Analyzer()
         for memory in rows[len(self._seen) : len(self._seen) + count]:
             if memory is not None:
-                self._index.put(len(self._seen), set(terms.of(memory.text)))
+                self._index.put(len(self._seen), set(terms.of(memory.indexed)))
             self._seen.append(memory)
         self._index.sort_in()
 
@@ -181,7 +181,7 @@ class MemoryWords:
                 if memory is None:
                     self._index.drop(row)
                 elif memory is not seen:
-                    self._index.put(row, set(terms.of(memory.text)))
+                    self._index.put(row, set(terms.of(memory.indexed)))
             self._seen = list(rows)
         return self._index.scores(query, len(rows), related)
 

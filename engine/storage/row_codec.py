@@ -215,7 +215,7 @@ def memory_row(memory: Memory, tenant_key: str, vector: NDArray[np.float16] | No
     for name in ("episode_id", "fact_kind", "prompt_version", "model"):
         if (value := getattr(memory, name)) is not None:
             body[name] = value
-    for name in ("source_messages", "shown_seqs", "supersedes", "links", "deleted"):
+    for name in ("source_messages", "shown_seqs", "supersedes", "links", "index_text", "deleted"):
         if value := getattr(memory, name):
             body[name] = value
     if memory.generation != 1:

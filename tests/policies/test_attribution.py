@@ -7,7 +7,7 @@ import pytest
 from undertow.engine.policies.attribution import turns_that_say
 from undertow.engine.policies.base import GateReading, TurnView
 from undertow.engine.policies.himem.policy import HiMem
-from undertow.engine.policies.nemori.knowledge import management_of
+from undertow.engine.policies.nemori.knowledge import Append
 from undertow.engine.policies.nemori.policy import Nemori
 from undertow.engine.policies.recmem import RecMem
 from undertow.prompts.reply_schemas import (
@@ -97,6 +97,6 @@ def test_himem_and_nemori_date_a_fact_by_the_turn_that_says_it() -> None:
         PredictionReply(prediction="Nothing."),
         StatementsReply(facts=[StatementDraft(text="Gina works at Door Dash.", messages=[3])]),
     ]
-    nemori = Nemori(ROOMY, 3, management_of("append", 0.7), "fixed-chunks")
+    nemori = Nemori(ROOMY, 3, Append(0.7), "fixed-chunks")
     done = drive(nemori.flush(8, view()), view(), replies=told)
     assert [fact.source_seqs for fact in done.made("fact")] == [(0,)]

@@ -15,9 +15,9 @@ from undertow.engine.base.model import Decision, Memory
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import GateReading, PromptBudget, TurnView
 from undertow.engine.policies.himem.policy import HiMem
-from undertow.engine.policies.nemori.knowledge import management_of
 from undertow.engine.policies.nemori.policy import Nemori
 from undertow.engine.policies.recmem import RecMem
+from undertow.engine.policies.registry import management_of
 from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.builders import prompt_version
 from undertow.prompts.reply_schemas import (
@@ -42,7 +42,7 @@ from undertow.prompts.reply_schemas import (
     StatementsReply,
 )
 
-from ..support.engine import RecordingLLM, open_engine, turns_of
+from ..support.engine import RecordingLLM, open_engine, settings_of, turns_of
 from ..support.policies.driver import BAD, ROOMY, Driven, View, drive, lines_under, stored, view_of
 
 STORY = stored("episode", "Ann plans a trip.", 2, (0, 1))
@@ -202,7 +202,8 @@ def learns(
     """A window of two turns as one group, of which these facts are distilled."""
     turns = {n: TurnView(n, f"A: ask{n}", f"2026-03-{n + 1:02d}", (f"A: ask{n}",)) for n in (0, 8, 9)}
     view = View(turns, [*known], record=9, settled_end=8)
-    policy = Nemori(budget, 2, management_of("native", 1.0, 0.6), "fixed-chunks", by_cue=True)
+    settings = settings_of(policy="nemori", theta_evoke=1.0, theta_compare=0.6)
+    policy = Nemori(budget, 2, management_of(settings), "fixed-chunks", by_cue=True)
     drafts = [StatementDraft(text=text, messages=[1]) for text in texts]
     first: list[Reply] = [
         NarrativeReply(cue="Cue", narrative="It happened."),

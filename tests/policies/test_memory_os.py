@@ -13,9 +13,11 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Decision, Memory
 from undertow.engine.policies.base import TurnView
 from undertow.engine.policies.memory_os import persona, segments
+from undertow.engine.policies.memory_os.pages import TurnPages
 from undertow.engine.policies.memory_os.policy import MemoryOS
-from undertow.engine.policies.memory_os.segments import SegmentJob, jaccard
+from undertow.engine.policies.memory_os.segments import Segments, jaccard
 from undertow.engine.policies.registry import tiers_of
+from undertow.engine.policies.work import Work
 from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.reply_schemas import PersonaLine, PersonaReply, TopicReply
 
@@ -100,9 +102,10 @@ def test_recency_is_the_rest_of_heat() -> None:
     (segment,) = view.current("episode")
     view.turns[9] = TurnView(9, "Ann: x", "2026-06-25T17:46:40")  # 10**7 seconds after the last page
     dated = replace(segment, timestamp="2026-03-02T00:00:00")
-    job = SegmentJob(9, view, ROOMY, 5.0)
-    assert job.heat(dated, 9) == pytest.approx(2 + 0.3679, abs=1e-3)
-    assert job.heat(replace(segment, timestamp=None), 9) == 3
+    pages = TurnPages(Work(9, view, ROOMY))
+    job, (page,) = Segments(pages, 5.0), pages.existing([9])
+    assert job.heat(dated, page) == pytest.approx(2 + 0.3679, abs=1e-3)
+    assert job.heat(replace(segment, timestamp=None), page) == 3
 
 
 def test_of_too_many_segments_the_coldest_ends(monkeypatch: pytest.MonkeyPatch) -> None:

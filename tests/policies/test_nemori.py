@@ -15,11 +15,12 @@ from undertow.engine.base.config import Ablation, ManagementName
 from undertow.engine.base.model import Decision, Memory, memory_id
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import PromptBudget, TurnView, deletion
-from undertow.engine.policies.nemori.knowledge import management_of
 from undertow.engine.policies.nemori.partition import Partition, partition_of
 from undertow.engine.policies.nemori.policy import Nemori
+from undertow.engine.policies.registry import management_of
 from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.reply_schemas import (
+    AnnotateReply,
     ConsolidateReply,
     MessageGroup,
     NarrativeReply,
@@ -29,8 +30,10 @@ from undertow.prompts.reply_schemas import (
     SelectReply,
     StatementDraft,
     StatementsReply,
+    TopicReply,
 )
 
+from ..support.engine import settings_of
 from ..support.policies.driver import BAD, ROOMY, Driven, View, drive, lines_under, stored
 
 # ---- partitions
@@ -111,7 +114,9 @@ def policy(
     theta: float = 1.0,
     budget: PromptBudget = ROOMY,
 ) -> Nemori:
-    return Nemori(budget, 4, management_of(management, theta), ablation)
+    options: dict[str, Any] = {"theta_evoke": theta, "calls": "paper", "short_term_pages": 1}
+    settings = settings_of(policy="nemori", management=management, **options)
+    return Nemori(budget, 4, management_of(settings), ablation)
 
 
 def decide(view: View, seq: int, *replies: Reply | BadReply, of: Nemori | None = None) -> Driven:
@@ -264,3 +269,48 @@ def test_an_episode_that_went_with_a_turn_is_made_again_where_its_deletion_was_p
     again = grouped([1, 2]), told("Again"), GUESS, NOTHING
     done = parked_and_replayed(view_of(9, memories=[shaken]), 2, *again)
     assert [m.source_messages for m in done.made("episode")] == [((3, 0), (3, 1))]
+
+
+# ---- third-party managements (appendix A.3)
+
+
+def note(content: str, born: int, *sources: int, **more: Any) -> Memory:
+    text = f"{content}\nKeywords: boat\nTags: sport\nContext: She tells of it."
+    return fact(text, born, *sources, prompt_version="connect", **more)
+
+
+def test_a_note_of_a_fact_that_evolved_beside_a_deleted_turn_is_annotated_again() -> None:
+    here, there = episode("Here\nx", 1, (2, 0)), episode("There\nx", 2, (5, 0), (6, 0), (6, 1))
+    evolved = note("Ann sails.", 1, 2, shown_seqs=(5, 6), episode_id=here.id)
+    lost = note("Bo rows.", 2, 5, shown_seqs=(6,), episode_id=there.id)
+    linking = replace(evolved, id="a" * 32, links=(lost.id, evolved.id))
+    view = view_of(9, memories=[here, there, evolved, lost, linking])
+    about = AnnotateReply(keywords=["sail"], tags=[], context="Ann speaks")
+    replies = [about, about, told("There again"), GUESS, NOTHING]
+    done = forget(view, 5, *replies, management="a-mem")
+    assert operations(done) == ["annotate", "annotate", "narrate", "predict", "distil"]
+    first, second = done.made("fact")
+    assert first.text == "Ann sails.\nKeywords: sail\nTags: \nContext: Ann speaks"
+    assert (first.shown_seqs, second.links, done.deleted()) == ((), (evolved.id,), [lost.id])
+    assert "Bo rows." not in "".join(p.user for p in done.prompts)
+    view.turns[5] = view.turns[2]
+    failed = forget(view, 5, BAD, management="a-mem").outcome
+    gone = {d.memory.id for d in failed.drafts if d.memory.deleted}
+    assert gone == {there.id, evolved.id, lost.id, linking.id}
+    assert (failed.operation, failed.cluster) == ("annotate", (2, 6))
+
+
+def test_the_pages_of_a_segment_that_told_of_a_deleted_turn_are_filed_again() -> None:
+    told_of = episode("Cue\nx", 1, *((n, 0) for n in range(2, 6)))
+    pages = [fact(f"Fact {n}.", n, n, fact_kind="page", episode_id=told_of.id) for n in range(2, 6)]
+    ids = tuple(page.id for page in pages)
+    segment = fact("All.\nKeywords: a", 6, 2, 3, 4, fact_kind="segment", links=ids[:3])
+    line = fact("Ann is.", 7, 2, shown_seqs=(3, 4), fact_kind="profile", links=ids[:3])
+    view = view_of(9, memories=[told_of, *pages, segment, line])
+    topic = TopicReply(summary="Rest.", keywords=["b"])
+    done = forget(view, 3, topic, topic, topic, told("Again"), management="memory-os")
+    assert operations(done) == ["topic", "topic", "topic", "narrate"]
+    assert sorted(done.deleted()) == sorted([pages[1].id, segment.id, line.id])
+    (again,) = (m for m in done.made("fact") if m.version == 2)
+    assert (again.fact_kind, again.source_seqs, again.links) == ("segment", (2, 4), (ids[0], ids[2]))
+    assert "Fact 3." not in "".join(p.user for p in done.prompts), "the newest page waits"

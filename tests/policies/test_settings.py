@@ -12,8 +12,10 @@ from pydantic import ValidationError
 
 from undertow.bench.mock.llm import MockReplies
 from undertow.engine.api.engine import Engine
+from undertow.engine.api.transfer.reindex import reindex
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import PolicyName
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.policies.base import Tiers
 from undertow.engine.policies.registry import tiers_of
 from undertow.engine.search.ranking import Window
@@ -23,7 +25,9 @@ from ..support.engine import (
     ALONE,
     ENCODER,
     RecordingLLM,
+    bytes_hold,
     open_engine,
+    put,
     rows_of,
     settings_of,
     turn_of,
@@ -63,7 +67,7 @@ def test_the_settings_name_policies_and_their_ablations(monkeypatch: pytest.Monk
     assert Settings().policy == "eager"
     with pytest.raises(ValidationError, match="'direct-extraction' leaves out a part of"):
         Settings(ablation="direct-extraction")
-    with pytest.raises(ValidationError, match="'append' keeps the facts of the policy 'nemori'"):
+    with pytest.raises(ValidationError, match="management is a setting of the policy 'nemori'"):
         Settings(management="append")
     with pytest.raises(
         ValidationError, match=r"'fixed-chunks' .*policy 'nemori', and the policy is 'recmem'"
@@ -153,6 +157,86 @@ def test_an_answer_is_given_the_words_of_the_best_episodes_and_the_turns_that_wa
         engine.answer("ann", "Who sails?")
     asked = llm.prompts["ann"][-1]
     assert asked.operation == "answer" and all(line in asked.user for line in said)
+
+
+@pytest.mark.parametrize(
+    "options", [{"management": "a-mem"}, {"management": "memory-os"}, {"nemori_index": "messages"}]
+)
+def test_no_word_of_a_deleted_turn_is_left(options: dict[str, Any], tmp_path: Path) -> None:
+    parts = {**NEMORI, **options, "short_term_pages": 1, "heat_threshold": 0.5}
+    with open_engine(tmp_path, RecordingLLM(MockReplies(3)), **parts) as engine:
+        said = [f"the boat sails {'xylophonist' if n == 1 else n} miles" for n in range(12)]
+        put(engine, [turn_of("ann", n, text) for n, text in enumerate(said)])
+        assert engine.drain()
+        versions = [row.payload.decode() for kind in ("episode", "fact") for row in rows_of(tmp_path, kind)]
+        assert sum("xylophonist" in payload for payload in versions) > 1
+        engine.delete(engine.search("ann", "xylophonist", k_sub=1).turns[0].id)
+        assert engine.drain()
+        assert {m.kind for m in engine.get_all("ann")} == {"episode", "fact"}
+        engine.purge()
+    assert not bytes_hold(tmp_path, "xylophonist")
+
+
+def test_an_answer_is_given_what_the_host_of_the_facts_gives(tmp_path: Path) -> None:
+    for management, kinds in (("a-mem", {None}), ("memory-os", {"page", "segment", "profile"})):
+        options = {**NEMORI, "management": management, "short_term_pages": 1, "heat_threshold": 0.5}
+        with open_engine(
+            tmp_path / management, RecordingLLM(MockReplies(3)), **options, k_sem=3, answer_tokens=0
+        ) as engine:
+            put(engine, turns_of("ann", 24, text="the boat sails {n} miles"))
+            assert engine.drain()
+            stored = {m.id: m for m in engine.get_all("ann")}
+            found = engine.recall("ann", "boat miles")
+            assert not found.episodes and any(m.kind == "episode" for m in stored.values())
+            shown = {hit.id for hit in found.facts}
+            assert {m.fact_kind for m in stored.values() if m.kind == "fact"} >= kinds
+            assert shown >= {m.id for m in stored.values() if m.fact_kind == "profile"}
+            assert shown >= {
+                i for hit in found.facts[:1] for i in stored[hit.id].links if management == "a-mem"
+            }
+            assert len(shown) > 3, "links, or the profile"
+    assert tiers_of(settings_of(policy="nemori", management="a-mem")).k_epi == 0, "with a budget too"
+
+
+@pytest.mark.parametrize("answer_tokens", [0, 5_000])
+def test_an_answer_is_given_the_messages_of_its_episodes(answer_tokens: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "nemori_retrieve": "messages",
+        "k_epi": 2,
+        "k_sub": 0,
+        "answer_tokens": answer_tokens,
+    }
+    with open_engine(tmp_path, RecordingLLM(MockReplies(1)), **NEMORI, **options) as engine:
+        put(engine, turns_of("ann", 24, text="the boat sails {n} miles"))
+        assert engine.drain()
+        best = {hit.id for hit in engine.search("ann", "boat miles", k_epi=2).episodes}
+        found = engine.recall("ann", "boat miles")
+        sources = {s for m in engine.get_all("ann") if m.id in best for s in m.source_seqs}
+        assert len(best) == 2 and not found.episodes and not found.quoted
+        assert {s for hit in found.turns for s in hit.source_seqs} == sources
+
+
+def test_an_episode_is_found_by_its_messages_also_after_a_reindex_or_import(tmp_path: Path) -> None:
+    options: dict[str, Any] = {**NEMORI, "nemori_index": "messages", "search": "dense"}
+
+    def check(engine: Engine, tenant: str) -> None:
+        for m in engine.get_all(tenant):
+            if m.kind == "episode":
+                turns = {seq: engine.tenants.get(tenant).turn(seq) for seq in m.source_seqs}
+                assert m.index_text == "\n".join(turns[s].messages[line] for s, line in m.source_messages)
+                best = engine.search(tenant, m.index_text, k_epi=1).episodes[0]
+                assert (best.memory, round(best.score, 2)) == (m.text, 1.0)
+
+    with open_engine(tmp_path / "a", RecordingLLM(MockReplies(1)), **options) as engine:
+        put(engine, turns_of("ann", 12, text="the boat sails {n} miles"))
+        assert engine.drain()
+        check(engine, "ann")
+        engine.import_("bob", engine.export_page("ann").items)
+        check(engine, "bob")
+    other = HashingEncoder(96)
+    assert reindex(tmp_path / "a", other)
+    with Engine(tmp_path / "a", settings_of(**options), other) as engine:
+        check(engine, "ann")
 
 
 # ---- ablations

@@ -13,6 +13,7 @@ import pytest
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn
 from undertow.engine.llm.client import BadReply
+from undertow.engine.policies.registry import tiers_of
 
 from ..support.engine import (
     ENCODER,
@@ -71,9 +72,8 @@ def test_a_variant_decides_any_log_as_its_oracle_does(name: str, tmp_path: Path)
     variant = VARIANTS[name]
     rng = random.Random(3)
     turns = {tenant: talk(tenant, 18) for tenant in ("ann", "bob")}
-    settings = settings_of(
-        window_messages=6, theta_evoke=0.3, batch_turns=rng.randrange(1, 6), **variant.options
-    )
+    sizes = {"window_messages": 6, "short_term_pages": 2, "batch_turns": rng.randrange(1, 6)}
+    settings = settings_of(theta_evoke=0.3, heat_threshold=1.0, **sizes, **variant.options)
     llm = RecordingLLM(REPLIES)
     with opened(tmp_path, settings, ENCODER, llm) as engine:
         live(engine, interleaved(turns, seed=5), rng)
@@ -92,7 +92,7 @@ def test_a_variant_decides_any_log_as_its_oracle_does(name: str, tmp_path: Path)
 
     assert {p.operation for of in run.prompts.values() for p in of} == variant.operations
     assert {memory.kind for memory in stored} == variant.kinds
-    assert bool(found.episodes) == ("episode" in variant.kinds and settings.k_epi != 0)
+    assert bool(found.episodes) == ("episode" in variant.kinds and tiers_of(settings).k_epi != 0)
     assert bool(found.facts) == ("fact" in variant.kinds)
     facts = [m for m in stored if m.kind == "fact"]
     versions = [m for of in run.versions.values() for m in of if m.kind == "fact"]

@@ -25,7 +25,14 @@ _ANSWERING = (
 _TIERS = tuple(field.name for field in fields(Tiers))
 SETTINGS = (
     *_ANSWERING,
-    *("ablation", "management", "himem_align_notes", "himem_align_episodes", "himem_self_evolution"),
+    *(
+        "ablation",
+        "management",
+        "nemori_index",
+        "himem_align_notes",
+        "himem_align_episodes",
+        "himem_self_evolution",
+    ),
     *("himem_max_notes", "salience_turns", "salience_day_tokens", "quiet_share"),
     *("profile", "theta_evoke", "theta_compare", "window_messages", "short_term_pages", "heat_threshold"),
     "tenant_token_budget",
@@ -36,7 +43,7 @@ SETTINGS = (
 # answer
 OTHERWISE = (
     *("policy", "theta_share", "theta_sim", "theta_merge", "theta_count", "calls"),
-    *("k_sub", "k_epi", "k_sem", "raw_of_best"),
+    *("k_sub", "k_epi", "k_sem", "raw_of_best", "nemori_retrieve"),
 )
 # what affects speed, place and success of a run, but none of its lines
 RUNNING = (
@@ -50,7 +57,7 @@ RUNNING = (
 NAMES = ("data", "memories_of")
 # values of settings that did not exist when a run began
 AS_BUILT_IN = {name: Settings.model_fields[name].default for name in SETTINGS}
-AS_BUILT_IN |= {"sim_share": None, "merge_share": None, "is_taught": False}
+AS_BUILT_IN |= {"sim_share": None, "merge_share": None, "narratives": True, "is_taught": False}
 # the run from taught notes, within the folder of the run from the notes as they were
 TAUGHT, VECTORS = "taught", "vectors.npz"
 

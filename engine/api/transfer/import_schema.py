@@ -74,6 +74,7 @@ class MemoryRecord(RecordShape):
     fact_kind: Words | None
     supersedes: list[Words]
     links: list[Words] = []
+    index_text: Words = ""
     prompt_version: Words | None
     model: Words | None
     deleted: bool

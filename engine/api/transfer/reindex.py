@@ -125,5 +125,5 @@ def _embedded_text(row: Row, embed_timestamp: bool) -> str | None:
         return None
     body = orjson.loads(row.payload)
     if row.kind != "turn":
-        return None if body.get("deleted") else str(body["text"])
+        return None if body.get("deleted") else str(body.get("index_text") or body["text"])
     return as_embedded(spoken(messages_of(body)), row.timestamp, embed_timestamp)

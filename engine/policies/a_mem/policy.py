@@ -6,8 +6,10 @@ for its links (3.2) and the evolution of its neighbours (3.3). docs/policies/a-m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from undertow.engine.base.model import Decision, Memory
-from undertow.engine.policies.a_mem.notes import NoteJob
+from undertow.engine.policies.a_mem.notes import Content, own_turns, rewrite, write
 from undertow.engine.policies.base import (
     Decide,
     Draft,
@@ -19,7 +21,7 @@ from undertow.engine.policies.base import (
     deletion,
     forgotten,
 )
-from undertow.engine.policies.work import Failed, parked
+from undertow.engine.policies.work import Failed, Work, messages_of, parked
 from undertow.engine.storage.row_codec import LlmJob
 
 
@@ -35,23 +37,23 @@ class AMem(Policy):
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         """A note for each message of the turn, in order."""
-        job = NoteJob(seq, memory, self._budget)
+        job = Work(seq, memory, self._budget)
         try:
-            for message in job.messages((seq,)):
-                yield from job.write(message)
+            for message in _contents((seq,), memory):
+                yield from write(job, message)
         except Failed as error:
             return parked(error, job.operation, (seq,))
         return PolicyResult(Decision.FIRED, cluster=(seq,), settled=(seq,), drafts=tuple(job.drafts))
 
     def rerun(self, seq: int, job: LlmJob, turns: tuple[int, ...], memory: MemoryView) -> Decide:
         """Notes of the messages that have none, and never had one that a user deleted."""
-        work = NoteJob(seq, memory, self._budget)
+        work = Work(seq, memory, self._budget)
         notes = (*memory.current("fact"), *memory.ended("fact"))
-        noted = {message for note in notes for message in note.source_messages}
+        noted = {note.source_messages for note in notes}
         try:
-            for message in work.messages(turns):
-                if message not in noted:
-                    yield from work.write(message)
+            for message in _contents(turns, memory):
+                if message.more["source_messages"] not in noted:
+                    yield from write(work, message)
         except Failed as error:
             return parked(error, work.operation, turns)
         return PolicyResult(Decision.FIRED, cluster=turns, drafts=tuple(work.drafts))
@@ -61,17 +63,17 @@ class AMem(Policy):
 
         What links and contexts owed to the deleted notes does not come back otherwise.
         """
-        job = NoteJob(seq, memory, self._budget)
+        job = Work(seq, memory, self._budget)
         shaken = [note for note in memory.current("fact") if turn_seq in note.reach]
         # The history of notes deleted before still has the words: another deletion redacts it.
         ended = [note for note in memory.ended("fact") if turn_seq in note.reach]
         gone = tuple(Draft(m, None) for m in self._gone(seq, shaken, ended))
-        kept = [note for note in shaken if turn_seq not in note.source_seqs and job.said(note) is not None]
+        kept = [note for note in shaken if turn_seq not in own_turns(job, note)]
         lost = [note for note in shaken if note not in kept]
         job.drafts += [Draft(m, None) for m in self._gone(seq, lost, ended)]
         try:
             for note in kept:
-                yield from job.rewrite(note, frozenset(one.id for one in lost))
+                yield from rewrite(job, note, frozenset(one.id for one in lost))
         except Failed as error:
             # They must go even if they cannot be constructed again yet.
             rest = tuple(sorted({s for note in kept for s in note.source_seqs}))
@@ -81,3 +83,13 @@ class AMem(Policy):
     @staticmethod
     def _gone(seq: int, notes: list[Memory], ended: list[Memory]) -> list[Memory]:
         return [forgotten(note, seq) for note in notes] + [deletion(note, seq) for note in ended]
+
+
+def _contents(turns: Sequence[int], view: MemoryView) -> list[Content]:
+    """The messages of these turns, as first read: a turn deleted later is forgotten by its own record."""
+    found = []
+    for seq, line in messages_of(turns, view):
+        turn = view.turn(seq)
+        more = {"source_messages": ((seq, line),)}
+        found.append(Content(turn.messages[line], turn.timestamp, (seq,), more=more))
+    return found

@@ -19,9 +19,10 @@ from undertow.engine.policies.base import (
     deletion,
     forgotten,
 )
+from undertow.engine.policies.memory_os.pages import TurnPages
 from undertow.engine.policies.memory_os.persona import learn, learned
-from undertow.engine.policies.memory_os.segments import SegmentJob
-from undertow.engine.policies.work import Failed, parked
+from undertow.engine.policies.memory_os.segments import Segments
+from undertow.engine.policies.work import Failed, Work, parked
 from undertow.engine.storage.row_codec import LlmJob
 
 
@@ -32,11 +33,14 @@ class MemoryOS(Policy):
 
     def __init__(self, budget: PromptBudget, short_term_pages: int, heat_threshold: float) -> None:
         """`short_term_pages`: the capacity of short-term memory. `heat_threshold`: tau."""
-        # Section 3.3: short-term memory whole, five segments, ten pages, the profile and five more lines.
-        self.tiers = Tiers(k_sub=10, k_epi=5, k_sem=5, recent=short_term_pages, always="profile")
         self._budget = budget
         self._short_term_pages = short_term_pages
         self._heat_threshold = heat_threshold
+
+    @property
+    def tiers(self) -> Tiers:
+        """Section 3.3: short-term memory whole, five segments, ten pages, the profile and five more lines."""
+        return Tiers(k_sub=10, k_epi=5, k_sem=5, recent=self._short_term_pages, always="profile")
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         """File the page that leaves short-term memory (section 3.2)."""
@@ -44,32 +48,36 @@ class MemoryOS(Policy):
         pages = queue[: max(0, len(queue) - self._short_term_pages)]
         if not pages:
             return PolicyResult(Decision.WAITS)
-        job = self._job(seq, memory)
+        job = TurnPages(Work(seq, memory, self._budget))
+        segments = Segments(job, self._heat_threshold)
         try:
-            for page in pages:
-                yield from job.file(page)
+            for page in job.existing(pages):
+                yield from segments.file(page)
         except Failed as error:
             return parked(error, "topic", pages)
-        return PolicyResult(Decision.FIRED, cluster=pages, settled=pages, drafts=tuple(job.drafts))
+        return PolicyResult(Decision.FIRED, cluster=pages, settled=pages, drafts=tuple(job.work.drafts))
 
     def rerun(self, seq: int, job: LlmJob, turns: tuple[int, ...], memory: MemoryView) -> Decide:
         """File the pages that no segment has, nor had before it ended; after a parked deletion also learn."""
-        work = self._job(seq, memory)
-        segments = (*memory.current("episode"), *memory.ended("episode"))
-        filed = {page for segment in segments for page in segment.source_seqs}
+        pages = TurnPages(Work(seq, memory, self._budget))
+        segments = Segments(pages, self._heat_threshold)
+        every = (*memory.current("episode"), *memory.ended("episode"))
+        filed = {page for segment in every for page in segment.source_seqs}
         try:
-            for page in turns:
-                if page not in filed:
-                    yield from work.file(page)
+            for page in pages.existing(turns):
+                if page.key not in filed:
+                    yield from segments.file(page)
             if job.operation == "persona":
-                yield from learn(work, [page for page in turns if page not in learned(work)])
+                done = learned(pages)
+                yield from learn(pages, pages.existing(page for page in turns if page not in done))
         except Failed as error:
             return parked(error, job.operation, turns)
-        return PolicyResult(Decision.FIRED, cluster=turns, drafts=tuple(work.drafts))
+        return PolicyResult(Decision.FIRED, cluster=turns, drafts=tuple(pages.work.drafts))
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
         """Summarise the turn's segment again, and learn again from the pages that were read with it."""
-        work = self._job(seq, memory)
+        work = Work(seq, memory, self._budget)
+        pages = TurnPages(work)
         segments = [e for e in memory.current("episode") if turn_seq in e.reach]
         lines = [f for f in memory.current("fact") if turn_seq in f.reach]
         # The history of memories deleted before still has the words: another deletion redacts it.
@@ -79,16 +87,13 @@ class MemoryOS(Policy):
         lost = sorted({s for line in lines for s in line.reach if memory.exists(s)} - {turn_seq})
         try:
             for segment in segments:
-                yield from work.remake(segment)
-            yield from learn(work, lost)
+                yield from Segments(pages, self._heat_threshold).remake(segment)
+            yield from learn(pages, pages.existing(lost))
         except Failed as error:
             # They must go even if they cannot be made again yet.
             gone = [forgotten(m, seq) for m in (*lines, *segments)] + [deletion(m, seq) for m in ended]
-            pages = {s for segment in segments for s in segment.source_seqs if memory.exists(s)}
-            rest = tuple(sorted({*lost, *pages} - {turn_seq}))
+            filed = {s for segment in segments for s in segment.source_seqs if memory.exists(s)}
+            rest = tuple(sorted({*lost, *filed} - {turn_seq}))
             drafts = tuple(Draft(m, None) for m in gone)
             return parked(error, "persona" if lost else "topic", rest, drafts=drafts)
         return PolicyResult(Decision.FIRED, drafts=tuple(work.drafts))
-
-    def _job(self, seq: int, memory: MemoryView) -> SegmentJob:
-        return SegmentJob(seq, memory, self._budget, self._heat_threshold)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from undertow.engine.base.config import Ablation
+from undertow.engine.base.config import Ablation, EpisodeText
 from undertow.engine.base.model import Decision, Memory
 from undertow.engine.policies.attribution import turns_that_say
 from undertow.engine.policies.base import (
@@ -21,9 +21,9 @@ from undertow.engine.policies.base import (
     Vector,
     forgotten,
 )
-from undertow.engine.policies.nemori.knowledge import AskingJob, Management, Origin, Statement
+from undertow.engine.policies.nemori.management import Management, Origin, Statement
 from undertow.engine.policies.nemori.partition import partition_of
-from undertow.engine.policies.work import MessageRef, Steps, as_shown, messages_of, named, parked
+from undertow.engine.policies.work import MessageRef, Steps, Work, as_shown, messages_of, named, parked
 from undertow.prompts.builders import (
     Prompt,
     ShownMemory,
@@ -51,8 +51,10 @@ CANDIDATE_EPISODES = 5
 PromptOf = Callable[[Sequence[ShownTurn]], Prompt]
 
 
-class WindowJob(AskingJob):
+class WindowJob(Work):
     """The steps of one job."""
+
+    operation = "partition"
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class WindowJob(AskingJob):
         budget: PromptBudget,
         management: Management,
         ablation: Ablation | None,
+        index: EpisodeText,
         *,
         by_cue: bool,
     ) -> None:
@@ -68,6 +71,7 @@ class WindowJob(AskingJob):
         self._by_cue = by_cue
         self._management = management
         self._ablation = ablation
+        self._index = index
         # Corrected numbers in partitions: how many, and by kind.
         self.repairs = 0
         self._repaired: Counter[str] = Counter()
@@ -123,19 +127,34 @@ class WindowJob(AskingJob):
     def _remember(self, group: tuple[MessageRef, ...]) -> Steps:
         """Narrate a group, integrate it into the episode that it continues, and distil facts."""
         told, version = yield from self._narrate(group)
-        (vector,) = yield Embed((told,))
+        index_text = self._index_text(group)
+        (vector,) = yield Embed((index_text or told,))
         sources = _turns_of(group)
         older = yield from self._continued(told, vector, sources)
         if older is None:
-            draft = self.new("episode", told, vector, sources, version, source_messages=group)
+            more = {"source_messages": group, "index_text": index_text}
+            draft = self.new("episode", told, vector, sources, version, **more)
             yield from self._learn(draft, group)
             return
         group = (*_messages_in(older, self.view), *group)
         told, version = yield from self._integrate(as_shown(1, older), told, sources)
-        (vector,) = yield Embed((told,))
-        sources = tuple(sorted({*older.source_seqs, *sources}))
-        draft = self.revise(older, told, vector, sources, version, source_messages=group)
+        draft = yield from self._retold(older, told, version, group)
         yield from self._learn(draft, group)
+
+    def _retold(
+        self, older: Memory, told: str, version: str, group: Sequence[MessageRef]
+    ) -> Generator[Effect, Any, Draft]:
+        """A new version of an episode, of these messages."""
+        index_text = self._index_text(group)
+        (vector,) = yield Embed((index_text or told,))
+        more = {"source_messages": tuple(group), "index_text": index_text}
+        return self.revise(older, told, vector, _turns_of(group), version, **more)
+
+    def _index_text(self, group: Sequence[MessageRef]) -> str:
+        """The raw messages of an episode, where it is indexed by them (table 6)."""
+        if self._index == "narrative":
+            return ""
+        return "\n".join(self._turn(seq).messages[line] for seq, line in self._present(group))
 
     def _narrate(self, group: Sequence[MessageRef]) -> Generator[Effect, Any, tuple[str, str]]:
         """Cue and narrative of messages as one text, and the prompt's version; in parts if needed."""
@@ -215,7 +234,7 @@ class WindowJob(AskingJob):
         """Distil the messages of these turns in an episode again."""
         messages = [ref for ref in _messages_in(episode, self.view) if ref[0] in turns]
         if messages:
-            (vector,) = yield Embed((episode.text,))
+            (vector,) = yield Embed((episode.indexed,))
             yield from self._learn(Draft(episode, vector), messages)
 
     def remake_episode(self, episode: Memory, lost: Sequence[int]) -> Steps:
@@ -225,8 +244,7 @@ class WindowJob(AskingJob):
             self.drafts.append(Draft(forgotten(episode, self.seq), None))
             return
         told, version = yield from self._narrate(group)
-        (vector,) = yield Embed((told,))
-        draft = self.revise(episode, told, vector, _turns_of(group), version, source_messages=group)
+        draft = yield from self._retold(episode, told, version, group)
         yield from self._learn(draft, [ref for ref in group if ref[0] in lost])
 
     def messages_without_episode(self, turns: Sequence[int]) -> tuple[MessageRef, ...]:

@@ -1,18 +1,14 @@
-"""NEMORI's management of facts, which is exchangeable (section 3.3, appendix A).
-
-`evoke` returns the known facts from which an episode is predicted; `consolidate` stores what the prediction
-missed.
-"""
+"""NEMORI's own managements of facts (section 3.3.3, appendices A.1 and A.2)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from undertow.engine.base.config import ManagementName
 from undertow.engine.base.model import Memory
-from undertow.engine.policies.base import Complete, Draft, Effect, Embed, Vector, deletion
+from undertow.engine.policies.base import Draft, Effect, Embed, Vector, deletion
+from undertow.engine.policies.nemori.management import Management, Origin, Statement, add_fact
 from undertow.engine.policies.work import Steps, Work, as_shown, listed, only_shown
 from undertow.prompts.builders import (
     Prompt,
@@ -33,82 +29,39 @@ EVOKED_FACTS = 10
 SIMILAR_FACTS = 5
 
 
-class AskingJob(Work):
-    """A job of NEMORI that makes LLM calls. `operation` names the last one."""
-
-    operation = "partition"
-
-    def ask(self, prompt: Prompt) -> Generator[Effect, Any, Any]:
-        """Make an LLM call; returns the validated reply. PromptTooLong, BadReply."""
-        self.operation = prompt.operation
-        return (yield Complete(self.checked(prompt)))
-
-    def select_fitting(
-        self, memories: Sequence[Memory], prompt_of: Callable[[Sequence[ShownMemory]], Prompt]
-    ) -> tuple[Prompt, Sequence[Memory]]:
-        """The prompt with the memories that fit into the context (see `fitting`), and these memories."""
-
-        def prompt_with(some: Sequence[Memory]) -> Prompt:
-            return prompt_of(listed(some))
-
-        kept = self.fitting(memories, prompt_with)
-        return prompt_with(kept), kept
-
-
 @dataclass(frozen=True, slots=True)
-class Statement:
-    """A fact before it is stored, and the turns that say it, ascending.
-
-    Of two facts in conflict the later said one wins, so only these turns are its sources. Other shown turns
-    are kept only_shown: a continued episode is read as a whole, with all that was said long before.
-    """
-
-    text: str
-    said: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The origin of facts: the shown turns, their episode, and the prompt's version."""
-
-    turns: tuple[int, ...]
-    episode_id: str | None
-    version: str
-
-
-@dataclass(frozen=True, slots=True)
-class Append:
+class Append(Management):
     """Appendix A.2: facts are added without comparison."""
 
     theta_evoke: float
 
-    def evoke(self, job: AskingJob, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
+    def evoke(self, job: Work, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
         """The known facts about the episode with this vector, nearest first."""
         found = yield from job.known("fact", vector, EVOKED_FACTS)
         return [s.memory for s in found if s.score > self.theta_evoke]
 
-    def consolidate(self, job: AskingJob, facts: Sequence[Statement], origin: Origin) -> Steps:
+    def consolidate(self, job: Work, facts: Sequence[Statement], origin: Origin) -> Steps:
         """Store facts with distinct texts."""
         vectors = yield Embed(tuple(fact.text for fact in facts))
         for fact, vector in zip(facts, vectors, strict=True):
-            _add(job, fact, vector, origin)
+            add_fact(job, fact, vector, origin)
 
 
 @dataclass(frozen=True, slots=True)
 class Native(Append):
     """Section 3.3.3: each fact is compared with the most similar ones: new, merge, or conflict."""
 
-    def consolidate(self, job: AskingJob, facts: Sequence[Statement], origin: Origin) -> Steps:
+    def consolidate(self, job: Work, facts: Sequence[Statement], origin: Origin) -> Steps:
         vectors = yield Embed(tuple(fact.text for fact in facts))
         for fact, vector in zip(facts, vectors, strict=True):
             yield from self._consolidate(job, fact, vector, origin)
 
-    def _consolidate(self, job: AskingJob, fact: Statement, vector: Vector, origin: Origin) -> Steps:
+    def _consolidate(self, job: Work, fact: Statement, vector: Vector, origin: Origin) -> Steps:
         found = yield from job.known_facts(vector, SIMILAR_FACTS)
         new = ShownMemory(1, job.latest(fact.said), fact.text)
         prompt, similar = job.select_fitting(found, lambda known: consolidate_prompt(new, known))
         if not similar:
-            _add(job, fact, vector, origin)
+            add_fact(job, fact, vector, origin)
             return
         reply: ConsolidateReply = yield from job.ask(prompt)
         targets = [similar[n - 1] for n in dict.fromkeys(reply.targets) if 1 <= n <= len(similar)]
@@ -119,7 +72,7 @@ class Native(Append):
         elif reply.action == "conflict":
             _replace(job, targets, fact, vector, origin)
         else:
-            _add(job, fact, vector, origin)
+            add_fact(job, fact, vector, origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +90,7 @@ class Batched(Append):
 
     theta_compare: float
 
-    def consolidate(self, job: AskingJob, facts: Sequence[Statement], origin: Origin) -> Steps:
+    def consolidate(self, job: Work, facts: Sequence[Statement], origin: Origin) -> Steps:
         vectors = yield Embed(tuple(fact.text for fact in facts))
         every: list[Compared] = []
         for fact, vector in zip(facts, vectors, strict=True):
@@ -151,7 +104,7 @@ class Batched(Append):
             targets = [m for m in change.targets if m.id not in changed] if change else []
             changed.update(target.id for target in targets)
             if change is None or not targets:
-                _add(job, one.fact, one.vector, origin)
+                add_fact(job, one.fact, one.vector, origin)
             elif change.decision.action == "merge":
                 told = replace(one.fact, text=change.decision.text or one.fact.text)
                 yield from _merge(job, targets, told, origin, change.version)
@@ -168,7 +121,7 @@ class Change:
     version: str
 
 
-def _changes(job: AskingJob, every: Sequence[Compared]) -> Generator[Effect, Any, dict[int, Change]]:
+def _changes(job: Work, every: Sequence[Compared]) -> Generator[Effect, Any, dict[int, Change]]:
     """The decisions on the facts that have a stored one near them, by place; in as few calls as fit."""
     changes: dict[int, Change] = {}
     asked = [n for n, one in enumerate(every) if one.near]
@@ -182,7 +135,7 @@ def _changes(job: AskingJob, every: Sequence[Compared]) -> Generator[Effect, Any
     return changes
 
 
-def _comparison(job: AskingJob, compared: Sequence[Compared]) -> tuple[Prompt, list[Memory]]:
+def _comparison(job: Work, compared: Sequence[Compared]) -> tuple[Prompt, list[Memory]]:
     """The prompt that compares new facts, and the stored facts that it shows, in order of creation."""
     near = {fact.id: fact for one in compared for fact in one.near}
     stored = sorted(near.values(), key=lambda fact: (fact.born_at_seq, fact.ordinal))
@@ -190,20 +143,20 @@ def _comparison(job: AskingJob, compared: Sequence[Compared]) -> tuple[Prompt, l
     return consolidate_all_prompt(new, listed(stored)), stored
 
 
-def _fitting(job: AskingJob, one: Compared) -> Sequence[Memory]:
+def _fitting(job: Work, one: Compared) -> Sequence[Memory]:
     """The stored facts that fit into a prompt with this new fact alone."""
     return job.fitting(one.near, lambda some: _comparison(job, [replace(one, near=some)])[0])
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(Management):
     """Appendix A.1: one summary, stored as a single fact that is rewritten each time."""
 
-    def evoke(self, job: AskingJob, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
+    def evoke(self, job: Work, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
         return job.current("fact")[:1]
         yield
 
-    def consolidate(self, job: AskingJob, facts: Sequence[Statement], origin: Origin) -> Steps:
+    def consolidate(self, job: Work, facts: Sequence[Statement], origin: Origin) -> Steps:
         stored = job.current("fact")[:1]
         lines = [ShownMemory(n, job.latest(fact.said), fact.text) for n, fact in enumerate(facts, 1)]
         prompt = summarise_prompt(lines, [as_shown(1, memory) for memory in stored])
@@ -219,38 +172,7 @@ class Summary:
             job.new("fact", reply.summary, vector, sources, prompt.version, shown_seqs=beside)
 
 
-Management = Append | Native | Batched | Summary
-
-
-def management_of(name: ManagementName, theta_evoke: float, theta_compare: float | None = None) -> Management:
-    """The management of this name. With `theta_compare`, "native" has one call for several facts."""
-    match name:
-        case "native":
-            return Native(theta_evoke) if theta_compare is None else Batched(theta_evoke, theta_compare)
-        case "append":
-            return Append(theta_evoke)
-        case "summary":
-            return Summary()
-
-
-def _add(
-    job: AskingJob, fact: Statement, vector: Vector, origin: Origin, replaced: tuple[str, ...] = ()
-) -> None:
-    job.new(
-        "fact",
-        fact.text,
-        vector,
-        fact.said,
-        origin.version,
-        episode_id=origin.episode_id,
-        supersedes=replaced,
-        shown_seqs=only_shown(origin.turns, fact.said),
-    )
-
-
-def _merge(
-    job: AskingJob, targets: Sequence[Memory], merged: Statement, origin: Origin, version: str
-) -> Steps:
+def _merge(job: Work, targets: Sequence[Memory], merged: Statement, origin: Origin, version: str) -> Steps:
     """Merge the targets into a new version of the first with one text; the others are deleted."""
     kept, *others = targets
     (vector,) = yield Embed((merged.text,))
@@ -261,9 +183,7 @@ def _merge(
     job.revise(kept, merged.text, vector, sources, version, supersedes=replaced, shown_seqs=beside)
 
 
-def _replace(
-    job: AskingJob, targets: Sequence[Memory], fact: Statement, vector: Vector, origin: Origin
-) -> None:
+def _replace(job: Work, targets: Sequence[Memory], fact: Statement, vector: Vector, origin: Origin) -> None:
     """Replace the facts that this one contradicts. They leave the search and keep their history.
 
     A target that was said later stays; then this fact is outdated and not stored: only its episode has it.
@@ -271,4 +191,4 @@ def _replace(
     untrue = [target for target in targets if max(target.source_seqs) <= max(fact.said)]
     job.drafts += [Draft(deletion(target, job.seq), None) for target in untrue]
     if len(untrue) == len(targets):
-        _add(job, fact, vector, origin, tuple(target.id for target in untrue))
+        add_fact(job, fact, vector, origin, supersedes=tuple(target.id for target in untrue))

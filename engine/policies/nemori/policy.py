@@ -7,11 +7,11 @@ prediction missed is distilled. docs/decisions/0018 lists our choices where the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from undertow.engine.base.config import Ablation
-from undertow.engine.base.model import Decision, Memory
+from undertow.engine.base.config import Ablation, EpisodeText
+from undertow.engine.base.model import Decision
 from undertow.engine.policies.base import (
     Decide,
     Draft,
@@ -24,7 +24,7 @@ from undertow.engine.policies.base import (
     forgotten,
 )
 from undertow.engine.policies.nemori.job import WindowJob
-from undertow.engine.policies.nemori.knowledge import Management
+from undertow.engine.policies.nemori.management import Management
 from undertow.engine.policies.nemori.partition import window
 from undertow.engine.policies.work import Failed, messages_of
 from undertow.engine.storage.row_codec import LlmJob
@@ -36,7 +36,7 @@ class Nemori(Policy):
 
     `window_messages` is w. `ablation` (section 4.4): "direct-extraction" is NEMORI-s, "without-facts" makes
     no facts, "fixed-chunks" takes a window as one group. `by_cue`: what an episode may continue is shown by
-    its cue alone, in place of its narrative.
+    its cue alone, in place of its narrative. `index`: what an episode is embedded by (table 6).
     """
 
     budget: PromptBudget
@@ -44,10 +44,14 @@ class Nemori(Policy):
     management: Management
     ablation: Ablation | None = None
     by_cue: bool = False
+    index: EpisodeText = "narrative"
 
     name = "nemori"
-    # Section 4.1: k, m and r. Turns without an episode are found by none of these.
-    tiers = Tiers(k_epi=10, k_sem=20, raw_of_best=2, consolidated=False)
+
+    @property
+    def tiers(self) -> Tiers:
+        """What an answer is given: by a third-party management, what that gives (appendix A.3)."""
+        return self.management.tiers
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         """Algorithm 1, once the open turns have at least w messages (section 3.2.1)."""
@@ -96,12 +100,16 @@ class Nemori(Policy):
         work = self._job(seq, memory)
         shaken = [e for e in memory.current("episode") if turn_seq in e.source_seqs]
         loose = [f for f in memory.current("fact") if turn_seq in f.reach]
+        distilled = {f.id: self.management.distilled_from(work, f) for f in loose}
+        gone = [f for f in loose if turn_seq in distilled[f.id]]
+        kept = [f for f in loose if turn_seq not in distilled[f.id]]
         # The history of memories deleted before still has the words: another deletion redacts it.
         ended = [m for m in (*memory.ended("episode"), *memory.ended("fact")) if turn_seq in m.reach]
-        work.drafts += [Draft(forgotten(f, seq), None) for f in loose]
+        work.drafts += [Draft(forgotten(f, seq), None) for f in gone]
         work.drafts += [Draft(deletion(m, seq), None) for m in ended]
-        lost = _others(loose, turn_seq, memory)
+        lost = _others([distilled[f.id] for f in gone], turn_seq, memory)
         try:
+            yield from self.management.remake(work, kept, gone)
             for episode in memory.current("episode"):
                 if turn_seq in episode.source_seqs:
                     yield from work.remake_episode(episode, lost)
@@ -110,16 +118,17 @@ class Nemori(Policy):
             yield from work.distil_direct(work.messages_without_episode(lost))
         except Failed as error:
             # What was derived from the deleted turn must go even if it cannot be remade yet.
-            gone = [forgotten(m, seq) for m in (*loose, *shaken)] + [deletion(m, seq) for m in ended]
-            rest = tuple(sorted({*lost, *_others(shaken, turn_seq, memory)}))
-            return work.parked(error, rest, tuple(Draft(m, None) for m in gone))
+            versions = [forgotten(m, seq) for m in (*loose, *shaken)] + [deletion(m, seq) for m in ended]
+            reached = [*distilled.values(), *(e.reach for e in shaken)]
+            rest = _others(reached, turn_seq, memory)
+            return work.parked(error, rest, tuple(Draft(m, None) for m in versions))
         return work.outcome(())
 
     def _job(self, seq: int, memory: MemoryView) -> WindowJob:
-        return WindowJob(seq, memory, self.budget, self.management, self.ablation, by_cue=self.by_cue)
+        parts = (self.management, self.ablation, self.index)
+        return WindowJob(seq, memory, self.budget, *parts, by_cue=self.by_cue)
 
 
-def _others(memories: Sequence[Memory], turn_seq: int, view: MemoryView) -> tuple[int, ...]:
-    """The other turns, besides a deleted one, whose words these memories may contain."""
-    turns = {s for m in memories for s in m.reach if s != turn_seq and view.exists(s)}
-    return tuple(sorted(turns))
+def _others(reached: Iterable[frozenset[int]], turn_seq: int, view: MemoryView) -> tuple[int, ...]:
+    """The turns in any of these sets that exist, without a deleted one."""
+    return tuple(sorted(s for s in frozenset().union(*reached) if s != turn_seq and view.exists(s)))

@@ -324,6 +324,12 @@ def test_ablations_of_construction_build_what_they_leave(boat: Path, tmp_path: P
     other = evaluated(boat, tmp_path / "other", url, *options)
     assert other.code == 1 and "are others: ablation 'without-facts', now None." in other.err
     assert not (tmp_path / "other").exists()
+    nemori = ("--policy", "nemori", "--judge-llm", "off", "--ablation")
+    told = evaluated(boat, tmp_path / "notes", url, *nemori, "a-mem-management").doc
+    assert told["construction"]["by_operation"].keys() >= {"annotate"} and told["k_epi"] == 0
+    assert evaluated(boat, tmp_path / "P", url, *nemori, "index-messages").doc["nemori_index"] == "messages"
+    both = ("index-and-retrieve-messages", "--memories-of", str(tmp_path / "P"))
+    assert evaluated(boat, tmp_path / "PP", url, *nemori, *both).doc["narratives"] is False
 
 
 def test_answers_of_two_models_are_not_mixed(path: Path, out: Path) -> None:

@@ -105,6 +105,14 @@ def test_what_does_not_depend_on_replies_equals_a_run_of_the_engine(case: str) -
             under("nemori", management="summary"),
             {"partition", "narrate", "select", "integrate", "predict", "distil", "summarise"},
         ),
+        (
+            under("nemori", management="a-mem", nemori_index="messages"),
+            {"partition", "narrate", "select", "integrate", "predict", "distil", "annotate", "connect"},
+        ),
+        (
+            under("nemori", management="memory-os", short_term_pages=1, heat_threshold=1.0),
+            {"partition", "narrate", "select", "integrate", "predict", "distil", "topic", "persona"},
+        ),
         (under("nemori", ablation="direct-extraction"), {"partition", "distil_direct", "consolidate"}),
         (under("himem"), {"segment", "notes"}),
         (under("himem", himem_align_notes=False), {"segment", "notes", "traits"}),

@@ -26,6 +26,7 @@ class OracleAMem(Oracle):
         super().__init__(tenant, encoder, llm)
         self._room = settings.context_tokens - settings.reply_tokens
         self._words: dict[str, str] = {}  # by id of a note: its message
+        self.episodes: dict[str | None, tuple[int, ...]] = {}  # their turns, where the notes are of facts
 
     def take(self, seq: int, turn: Turn) -> None:
         """A note for each message; if one fails, none."""
@@ -34,7 +35,10 @@ class OracleAMem(Oracle):
         what = "fired"
         try:
             for line, message in enumerate(turn.messages):
-                self._note(seq, line, f"{message.speaker}: {message.content}", turn.timestamp)
+                identity = memory_id(self.tenant, 1, seq, "fact", line)
+                new = OracleMemory(identity, "fact", 1, "", (seq,), seq, seq, line, turn.timestamp)
+                new = replace(new, source_messages=((seq, line),))
+                self.note(new, f"{message.speaker}: {message.content}")
         except BadReply:
             del self.versions[before:]
             what = "parked"
@@ -45,7 +49,9 @@ class OracleAMem(Oracle):
         newest = {note.id: note for note in self.versions}
         return sorted(newest.values(), key=lambda note: (note.born_at_seq, note.ordinal))
 
-    def _note(self, seq: int, line: int, said: str, time: str | None) -> None:
+    def note(self, new: OracleMemory, said: str) -> None:
+        """Add the note `new` of a message, or of a fact."""
+        time = new.timestamp
         text = self._text(said, self._ask(annotate_prompt(ShownTurn(1, time, said))))
         vector = self._embed(text)
         near = sorted(self.current(), key=lambda n: -exact_dot(vector, self._embed(n.text)))[:NEIGHBOURS]
@@ -56,24 +62,30 @@ class OracleAMem(Oracle):
             reply = self._ask(self._prompt(time, text, near))
             links, changes = reply.links, reply.evolved
         named = dict.fromkeys(links) if all(1 <= n <= len(near) for n in links) else {}
-        identity = memory_id(self.tenant, 1, seq, "fact", line)
-        self._words[identity] = said
-        new = OracleMemory(identity, "fact", 1, text, (seq,), seq, seq, line, time)
+        self._words[new.id] = said
         ids = tuple(near[n - 1].id for n in named)
-        self.versions.append(replace(new, source_messages=((seq, line),), links=ids))
-        seen = {seq}
+        self.versions.append(replace(new, text=text, links=ids))
+        seen = {*new.sources, *new.shown}
         for note in near:
-            seen |= {*note.sources} if note.shown else {*note.sources, *note.shown}
+            seen |= self._own(note)
         for number, note in enumerate(near, 1):
             mine = [change for change in changes if change.note == number][:1]
             for change in mine:
-                self._evolve(seq, note, self._text(self._words[note.id], change), seen)
+                self._evolve(new.made_at_seq, note, self._text(self._words[note.id], change), seen)
 
     def _evolve(self, seq: int, note: OracleMemory, text: str, seen: set[int]) -> None:
         if text != note.text:
             shown = tuple(sorted({*note.shown, *seen} - {*note.sources}))
             newer = replace(note, version=note.version + 1, made_at_seq=seq, text=text, shown=shown)
             self.versions.append(newer)
+
+    def _own(self, note: OracleMemory) -> set[int]:
+        """The turns of a note's message, or those of its fact's episode that it may tell of."""
+        reach = {*note.sources, *note.shown}
+        return reach & {
+            *note.sources,
+            *(() if note.source_messages else self.episodes.get(note.episode_id, reach)),
+        }
 
     def _with_room(self, time: str | None, text: str, near: list[OracleMemory]) -> list[OracleMemory]:
         if self._prompt(time, text, near).size_tokens <= self._room:
@@ -86,11 +98,12 @@ class OracleAMem(Oracle):
 
     def _prompt(self, time: str | None, text: str, near: list[OracleMemory]) -> Prompt:
         """A note that changed in sight of other turns is shown as its message alone."""
-        shown = [
-            ShownMemory(n, note.timestamp, self._words[note.id] if note.shown else note.text)
-            for n, note in enumerate(near, 1)
-        ]
+        shown = [ShownMemory(n, note.timestamp, self._shown(note)) for n, note in enumerate(near, 1)]
         return connect_prompt(ShownMemory(1, time, text), shown)
+
+    def _shown(self, note: OracleMemory) -> str:
+        evolved = self._own(note) != {*note.sources, *note.shown}
+        return self._words[note.id] if evolved else note.text
 
     @staticmethod
     def _text(said: str, about: Any) -> str:

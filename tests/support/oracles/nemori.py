@@ -41,6 +41,8 @@ from undertow.prompts.reply_schemas import (
     SummaryReply,
 )
 
+from .a_mem import OracleAMem
+from .memory_os import OracleMemoryOS, OraclePage
 from .run import Oracle, OracleDecision, OracleMemory, exact_dot
 
 EPISODES_SHOWN, FACTS_EVOKED, FACTS_COMPARED = 5, 10, 5
@@ -66,6 +68,10 @@ class OracleNemori(Oracle):
         self._every: dict[tuple[int, int], _Said] = {}
         self._made: list[OracleMemory] = []
         self._fused = settings.call_form == "fused"
+        self._notes = OracleAMem(tenant, encoder, llm, settings)
+        self._pages = OracleMemoryOS(tenant, encoder, llm, settings)
+        self._pages.of_facts, self._pages.times = True, self._times
+        self._notes.prompts = self._pages.prompts = self.prompts
 
     def take(self, seq: int, turn: Turn) -> None:
         """Decide one turn."""
@@ -139,7 +145,7 @@ class OracleNemori(Oracle):
         told = self._told(narrate_prompt(self._shown(group)))
         turns = tuple(sorted({said.seq for said in group}))
         parts = tuple((said.seq, said.place) for said in group)
-        older = self._continued(told, turns)
+        older = self._continued(told, turns, self._index(parts))
         if older is None:
             episode = self._born(seq, "episode", told, turns, source_messages=parts)
         else:
@@ -150,8 +156,14 @@ class OracleNemori(Oracle):
         if self.settings.ablation != "without-facts":
             self._learn(seq, episode, [self._every[part] for part in parts])
 
-    def _continued(self, told: str, turns: tuple[int, ...]) -> OracleMemory | None:
-        nearest = [m for _, m in self._nearest("episode", told)[:EPISODES_SHOWN]]
+    def _index(self, parts: tuple[tuple[int, int], ...]) -> str:
+        """Table 6: the messages of an episode, where they are what it is found by."""
+        if self.settings.nemori_index == "narrative":
+            return ""
+        return "\n".join(self._every[part].text for part in parts)
+
+    def _continued(self, told: str, turns: tuple[int, ...], index: str) -> OracleMemory | None:
+        nearest = [m for _, m in self._nearest("episode", index or told)[:EPISODES_SHOWN]]
         if not nearest:
             return None
         lines = [m.text.split("\n")[0] if self._fused else m.text for m in nearest]
@@ -174,7 +186,14 @@ class OracleNemori(Oracle):
     def _evoked(self, episode: OracleMemory) -> list[OracleMemory]:
         if self.settings.management == "summary":
             return self.current("fact")
-        near = self._nearest("fact", episode.text)[:FACTS_EVOKED]
+        near = self._nearest("fact", episode.index_text or episode.text)
+        if self.settings.management == "memory-os":
+            return self._shown_pages([m for _, m in near])
+        near = near[:FACTS_EVOKED]
+        if self.settings.management == "a-mem":
+            best = [m for _, m in near]
+            linked = [m for note in best for i in note.links for m in self.current("fact") if m.id == i]
+            return best + [m for n, m in enumerate(linked) if m not in best and m not in linked[:n]]
         return [m for score, m in near if score > self.settings.theta_evoke]
 
     def _keep(self, seq: int, reply: Reply | str, raw: list[_Said], episode_id: str | None) -> None:
@@ -198,8 +217,41 @@ class OracleNemori(Oracle):
             beside = tuple(sorted(turns - set(said)))
             if self.settings.management == "append":
                 self._born(seq, "fact", text, said, episode_id=episode_id, beside=beside)
+            elif self.settings.management == "a-mem":
+                self._note(self._born(seq, "fact", text, said, episode_id=episode_id, beside=beside))
+            elif self.settings.management == "memory-os":
+                self._page(self._born(seq, "fact", text, said, episode_id=episode_id, beside=beside))
             else:
                 self._consolidate(seq, text, said, beside, episode_id)
+
+    def _note(self, fact: OracleMemory) -> None:
+        """Appendix A.3: the fact is a message that A-Mem makes a note of."""
+        self._made.remove(fact)
+        stored = [m for m in (*self.versions, *self._made) if m.kind == "fact"]
+        self._notes.versions = [*stored]
+        self._notes.episodes = {e.id: e.sources for e in self.current("episode")}
+        self._notes.note(replace(fact, text=""), fact.text)
+        self._made += self._notes.versions[len(stored) :]
+
+    def _page(self, fact: OracleMemory) -> None:
+        """Appendix A.3: the fact is a page of MemoryOS."""
+        self._made[-1] = page = replace(fact, fact_kind="page")
+        reach = frozenset((*page.sources, *page.shown))
+        self._pages.pages[page.id] = OraclePage(page.text, page.timestamp, page.sources, reach)
+        stored, made = ([m for m in of if m.kind == "fact"] for of in (self.versions, self._made))
+        others = [m for m in self._made if m.kind != "fact"]
+        self._made = others + self._pages.file(fact.made_at_seq, stored, made, self.settings.short_term_pages)
+
+    def _shown_pages(self, near: list[OracleMemory]) -> list[OracleMemory]:
+        """What MemoryOS shows for an answer: short-term memory, the profile, and the nearest of the rest."""
+        every = self.current("fact")
+        filed = {i for m in (*self.versions, *self._made) if m.fact_kind == "segment" for i in m.links}
+        found = [m for m in every if m.fact_kind == "page" and m.id not in filed]
+        found += [m for m in every if m.fact_kind == "profile"]
+        found += [m for m in near if m.fact_kind == "page"][:10]
+        found += [m for m in near if m.fact_kind == "segment"][:5]
+        found += [m for m in near if m.fact_kind in ("knowledge", "agent")][:5]
+        return [m for n, m in enumerate(found) if m not in found[:n]]
 
     def _summarise(self, seq: int, said_in: dict[str, tuple[int, ...]], turns: set[int]) -> None:
         """Appendix A.1: the one text that is all that is known, told anew."""
@@ -292,7 +344,7 @@ class OracleNemori(Oracle):
 
     def _nearest(self, kind: str, text: str) -> list[tuple[float, OracleMemory]]:
         vector = self._embed(text)
-        scored = [(exact_dot(vector, self._embed(m.text)), m) for m in self.current(kind)]
+        scored = [(exact_dot(vector, self._embed(m.index_text or m.text)), m) for m in self.current(kind)]
         return sorted(scored, key=lambda pair: -pair[0])  # stable: by birth where equal
 
     def _born(
@@ -322,6 +374,7 @@ class OracleNemori(Oracle):
             episode_id,
             source_messages,
             beside,
+            index_text=self._index(source_messages),
         )
         self._made.append(memory)
         return memory
@@ -347,6 +400,7 @@ class OracleNemori(Oracle):
             timestamp=self._latest(sources),
             supersedes=old.supersedes if supersedes is None else supersedes,
             source_messages=source_messages,
+            index_text=self._index(source_messages),
             shown=tuple(sorted(set(beside) - set(sources))),
         )
         self._made.append(new)

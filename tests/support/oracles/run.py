@@ -80,6 +80,7 @@ class OracleMemory:
     shown: tuple[int, ...] = ()
     fact_kind: str | None = None
     links: tuple[str, ...] = ()
+    index_text: str = ""
 
     @classmethod
     def of(cls, memory: Memory) -> OracleMemory:

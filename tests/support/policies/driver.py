@@ -139,7 +139,7 @@ def _reply_of(llm: LLMClient, prompt: Prompt) -> Reply | str | BadReply:
 
 
 def nearest(view: View, ask: Nearest) -> list[Scored]:
-    found = [Scored(m, cosine(ask.vector, vector_of(m.text))) for m in view.current(ask.kind)]
+    found = [Scored(m, cosine(ask.vector, vector_of(m.indexed))) for m in view.current(ask.kind)]
     return sorted(found, key=lambda s: (-s.score, s.memory.born_at_seq, s.memory.ordinal))[: ask.k]
 
 

@@ -37,6 +37,15 @@ VARIANTS: Mapping[str, Variant] = {
     "nemori": _nemori("partition", *_TOLD, *_LEARNT, "consolidate"),
     "nemori, append": _nemori("partition", *_TOLD, *_LEARNT, management="append"),
     "nemori, summary": _nemori("partition", *_TOLD, *_LEARNT, "summarise", management="summary"),
+    "nemori, notes of a-mem": _nemori(
+        "partition", *_TOLD, *_LEARNT, "annotate", "connect", management="a-mem"
+    ),
+    "nemori, pages of memory-os": _nemori(
+        "partition", *_TOLD, *_LEARNT, "topic", "persona", management="memory-os"
+    ),
+    "nemori, indexed by messages": _nemori(
+        "partition", *_TOLD, *_LEARNT, "consolidate", nemori_index="messages"
+    ),
     "nemori-s": Variant(_DIRECT, frozenset({"partition", "distil_direct", "consolidate"}), _FACTS),
     "nemori-s, append": Variant(
         {**_DIRECT, "management": "append"}, frozenset({"partition", "distil_direct"}), _FACTS
