@@ -47,23 +47,41 @@ def parts_of(turns: Mapping[str, Sequence[Turn]], size: int | None) -> dict[str,
     }
 
 
-def rates(turns: Mapping[str, Sequence[Turn]], settings: Settings, vectors: KeptVectors) -> dict[str, Any]:
-    """Fires, and requests of any kind (fires and merges asked for), in 100 turns: over tenants."""
+def rates(
+    turns: Mapping[str, Sequence[Turn]],
+    settings: Settings,
+    vectors: KeptVectors,
+    observed: Mapping[str, Sequence[str]],
+) -> dict[str, Any]:
+    """Fires, and requests of any kind (fires and merges asked for), in 100 turns: over tenants.
+
+    `observed`: LoCoMo's observations by the line of their message. How many a turn has says what is worth
+    reading: of turns in fired clusters, of those read for their salience, and of all.
+    """
     fires, requests = [], []
+    told: dict[str, list[int]] = {"fired": [], "salient": [], "all": []}
     with (
         TemporaryDirectory(prefix="undertow-rates-") as store,
         MockLLM(MockReplies(refusal_rate=0.5)) as llm,
         Engine(Path(store), settings, vectors, llm=llm) as engine,
     ):
-        engine.add_batch([turn for of in turns.values() for turn in of])
-        engine.drain()
-        for name in turns:
+        for name, of in turns.items():
+            receipts = engine.add_batch(of)
+            engine.drain()
+            held = [sum(len(observed.get(line, ())) for line in turn.text.split("\n")) for turn in of]
+            by_seq = dict(zip((receipt.seq for receipt in receipts), held, strict=True))
             why = engine.explain(name)
+            fired_seqs = {s for r in why if r["decision"] == "fired" for s in r["cluster_seqs"]}
+            told["fired"] += [by_seq[seq] for seq in fired_seqs]
+            told["salient"] += [by_seq[seq] for r in why for seq in r.get("salient_seqs", ())]
+            told["all"] += by_seq.values()
             fired = [record["decision"] == "fired" for record in why]
             asked = [record["merge_asked"] for record in why]
             fires.append(100 * fmean(fired))
             requests.append(100 * fmean(map(any, zip(fired, asked, strict=True))))
-    return {"tenants": len(turns), "fires": spread(fires), "requests": spread(requests)}
+    observations = {of: round(fmean(counts), 2) if counts else None for of, counts in told.items()}
+    rate = {"tenants": len(turns), "fires": spread(fires), "requests": spread(requests)}
+    return {**rate, "observations_a_turn": observations}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -83,11 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     settings = Settings(device="cpu", llm_url=None)
     vectors = KeptVectors(make_encoder(settings), args.vectors)
-    samples = load(args.data, "locomo", settings.max_message_bytes)
+    samples = list(load(args.data, "locomo", settings.max_message_bytes))
+    observed = {line: facts for sample in samples for line, facts in sample.observed().items()}
     turns = parts_of({sample.tenant: sample.turns for sample in samples}, args.parts)
     found = {
         gate: {
-            theta: rates(turns, Settings(device="cpu", llm_url=None, **gated, **fixed), vectors)
+            theta: rates(turns, Settings(device="cpu", llm_url=None, **gated, **fixed), vectors, observed)
             for theta, fixed in THETAS.items()
         }
         for gate, gated in GATES.items()

@@ -213,8 +213,11 @@ def test_firing_rates_are_those_of_each_tenant_or_of_parts_of_it(
     assert [(name, len(of)) for name, of in parts.items()] == [("made-up/0", 5), ("made-up/5", 5)]
     assert {turn.tenant for turn in parts["made-up/5"]} == {"made-up/5"}
     paper = varied(SETTINGS, theta_sim=0.6, theta_merge=1.0, theta_count=3, salience_turns=0, quiet_share=0.0)
-    told = firing_rates.rates(firing_rates.parts_of(turns, None), paper, KeptVectors(HashingEncoder(384)))
+    observed = {turn.text.split("\n")[0]: ("seen", "twice") for turn in samples[0].turns[:3]}
+    whole, vectors = firing_rates.parts_of(turns, None), KeptVectors(HashingEncoder(384))
+    told = firing_rates.rates(whole, paper, vectors, observed)
     assert told["fires"]["mean"] == told["requests"]["mean"] == 25.0, "the third turn of each of three topics"
+    assert told["observations_a_turn"] == {"fired": 0.67, "salient": None, "all": 0.5}
     assert firing_rates.spread([0.0, 2.0, 4.0]) == {
         **{"mean": 2.0, "deviation": 1.63, "ratio": 0.82, "least": 0.0, "most": 4.0, "none": 1}
     }
