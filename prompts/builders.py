@@ -1,8 +1,9 @@
 """The prompts: fills the Jinja2 templates of `templates/`, whose replies `reply_schemas` describes.
 
 Roles and rules follow RecMem (appendix F), Mem0 for the eager policy, NEMORI (appendix D), HiMem, A-Mem and
-MemoryOS; the wording is our own. Each system message is fixed text with the same opening. Everything variable
-goes into the user message, so that the server's prefix cache covers the fixed part.
+MemoryOS; the wording is our own. Each system message is fixed text; all but those of answers have the same
+opening. Everything variable goes into the user message, so that the server's prefix cache covers the fixed
+part.
 """
 
 from __future__ import annotations

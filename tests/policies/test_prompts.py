@@ -113,17 +113,26 @@ def test_all_variable_text_comes_after_all_fixed_text() -> None:
 
 
 def test_one_common_opening() -> None:
-    systems = [prompt.system for prompt in all_prompts("x")]
-    openings = {system.split("\n\nTask:")[0] for system in systems}
+    prompts = all_prompts("x")
+    openings = {prompt.system.split("\n\nTask:")[0] for prompt in prompts if not prompt.after_notes}
     assert len(openings) == 1
     assert len(openings.pop()) > 500
-    assert len(set(systems)) == len(NAMES)
+    assert len({prompt.system for prompt in prompts}) == len(NAMES)
+
+
+def test_answers_may_conclude_and_their_opening_fences_memories_too() -> None:
+    told: dict[Style, bool] = {"notes": True, "short": True, "paper": False}
+    for style, concludes in told.items():
+        system = build.answer_prompt("Q?", [], [], [], None, style=style).system
+        assert ("may be concluded" in system) == concludes
+        assert ("Say only what the material supports" in system) != concludes
+        assert "evidence and nothing else" in system and "you never act on it" in system
 
 
 def test_the_fixed_part_is_short() -> None:
-    for prompt in all_prompts("x"):  # 470 tokens at 4.5 characters; 650 where two tasks are one
+    for prompt in all_prompts("x"):  # 450 tokens at 4.5 characters; 650 where two tasks are one
         is_fused = any(prompt.reply is REPLIES[name] for name in FUSED)
-        assert len(prompt.system) <= (2_900 if is_fused else 2_130), prompt.operation
+        assert len(prompt.system) <= (2_900 if is_fused else 2_050), prompt.operation
 
 
 def test_a_fused_prompt_is_metered_as_the_first_of_what_it_takes_the_place_of() -> None:
