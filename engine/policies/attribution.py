@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from itertools import pairwise
 from math import fsum
 from typing import TypeVar
@@ -30,15 +30,15 @@ Key = TypeVar("Key", int, tuple[int, int])
 """The seq of a turn, or a message: the seq of its turn, and its line in it."""
 
 
-def turns_that_say(fact: str, named: Collection[Key], shown: Mapping[Key, str]) -> tuple[Key, ...]:
-    """The turns, or messages, of `shown` that say `fact`, ascending.
+def turns_that_say(fact: str, named: Collection[Key], shown: Mapping[Key, Set[str]]) -> tuple[Key, ...]:
+    """The turns, or messages, that say `fact`, ascending. `shown`: the telling words of each.
 
     A word of the fact weighs the less, the more turns have it, and nothing if all have it. The named turns
     count unless another fits clearly better; then that one alone counts, the first of equals. A named turn
     that adds few words to the others is left out. Where no word tells: `named`.
     """
     words = telling_words(fact)
-    every = {number: words & telling_words(text) for number, text in shown.items()}
+    every = {number: words & said for number, said in shown.items()}
     spread = Counter(word for has in every.values() for word in has)
     held = {number: {word for word in has if spread[word] < len(every)} for number, has in every.items()}
 
@@ -48,16 +48,15 @@ def turns_that_say(fact: str, named: Collection[Key], shown: Mapping[Key, str]) 
     best = max(sorted(shown), key=lambda number: weight(held[number]))
     if not held[best]:
         return tuple(sorted(named))
-    told = {word for number in named for word in held[number]}
     is_clear = len(held[best]) >= CLEAR * len(words)
-    if is_clear and weight(told) < TRUSTED * weight(held[best]):
+    if is_clear and weight(set().union(*(held[n] for n in named))) < TRUSTED * weight(held[best]):
         return (best,)
-    said: set[str] = set()
+    covered: set[str] = set()
     kept: list[Key] = []
     for number in sorted(named, key=lambda number: (-weight(held[number]), number)):
-        if not kept or weight(held[number] - said) >= ADDED * weight(said):
+        if not kept or weight(held[number] - covered) >= ADDED * weight(covered):
             kept.append(number)
-            said |= held[number]
+            covered |= held[number]
     return tuple(sorted(kept))
 
 

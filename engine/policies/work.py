@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from undertow.engine.base.model import Decision, Memory, MemoryKind, memory_id, time_key
 from undertow.engine.llm.client import BadReply
-from undertow.engine.policies.attribution import turns_that_say
+from undertow.engine.policies.attribution import telling_words, turns_that_say
 from undertow.engine.policies.base import (
     Complete,
     Draft,
@@ -45,6 +45,7 @@ class Work:
         self.seq = seq
         self.view = view
         self.drafts: list[Draft] = []
+        self._words: dict[int, frozenset[str]] = {}
         self._budget = budget
 
     def every(self, kind: MemoryKind) -> list[Memory]:
@@ -202,8 +203,14 @@ class Work:
 
         `before`: turns that the prompt told in other words, which a reply may repeat.
         """
-        told = {seq: self.view.turn(seq).text for seq in (*shown, *before) if self.view.exists(seq)}
+        told = {seq: self._words_of(seq) for seq in (*shown, *before) if self.view.exists(seq)}
         return turns_that_say(text, named(numbers, shown, otherwise=shown), told)
+
+    def _words_of(self, seq: int) -> frozenset[str]:
+        """The telling words of a turn, kept for the other facts of the job."""
+        if seq not in self._words:
+            self._words[seq] = telling_words(self.view.turn(seq).text)
+        return self._words[seq]
 
     def turns(self, seqs: Sequence[int]) -> list[ShownTurn]:
         views = [self.view.turn(s) for s in seqs]

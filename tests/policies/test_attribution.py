@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from undertow.engine.policies.attribution import turns_that_say
+from undertow.engine.policies.attribution import telling_words, turns_that_say
 from undertow.engine.policies.base import GateReading, TurnView
 from undertow.engine.policies.himem.policy import HiMem
 from undertow.engine.policies.nemori.knowledge import Append
@@ -34,6 +34,10 @@ SHOWN = {
 }
 
 
+def words_of(texts: dict[int, str]) -> dict[int, frozenset[str]]:
+    return {number: telling_words(text) for number, text in texts.items()}
+
+
 @pytest.mark.parametrize(
     ("fact", "named", "says"),
     [
@@ -48,13 +52,13 @@ SHOWN = {
 def test_a_fact_rests_on_the_turns_that_have_its_words(
     fact: str, named: list[int], says: tuple[int, ...]
 ) -> None:
-    assert turns_that_say(fact, named, SHOWN) == says
+    assert turns_that_say(fact, named, words_of(SHOWN)) == says
 
 
 def test_a_language_without_spaces_is_told_apart_by_pairs_of_characters() -> None:
     shown = {1: "李雷: 我对花生过敏", 2: "李雷: 下周去北京出差", 3: "李雷: 谢谢你"}
-    assert turns_that_say("李雷对花生过敏。", [2], shown) == (1,)
-    assert turns_that_say("李雷去北京出差。", [2], shown) == (2,)
+    assert turns_that_say("李雷对花生过敏。", [2], words_of(shown)) == (1,)
+    assert turns_that_say("李雷去北京出差。", [2], words_of(shown)) == (2,)
 
 
 def view() -> View:

@@ -22,7 +22,7 @@ import typer
 from undertow.bench.machine import commit
 from undertow.bench.quality.datasets import Sample, load
 from undertow.bench.quality.json_lines import write_json
-from undertow.engine.policies.attribution import turns_that_say
+from undertow.engine.policies.attribution import telling_words, turns_that_say
 
 SHOWN = 16
 Line = tuple[date, str]
@@ -49,10 +49,10 @@ def shares(samples: Sequence[Sample], others: Others, seed: int = 0) -> dict[str
     for sample in samples:
         for lines, place, fact in observations(sample):
             shown = _shown(rng, len(lines), place, others)
-            texts = {n: lines[n][1] for n in shown}
+            words = {n: telling_words(lines[n][1]) for n in shown}
             wrong = rng.choice([n for n in shown if n != place])
             for named, held in zip(([place], [wrong], shown), dated.values(), strict=True):
-                says = turns_that_say(fact, named, texts)
+                says = turns_that_say(fact, named, words)
                 held.append((_is_of(lines, place, named), _is_of(lines, place, says)))
     return {
         name: {"as named": _share(a for a, _ in held), "as checked": _share(b for _, b in held)}

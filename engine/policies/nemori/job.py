@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from undertow.engine.base.config import Ablation, EpisodeText
 from undertow.engine.base.model import Decision, Memory
-from undertow.engine.policies.attribution import turns_that_say
+from undertow.engine.policies.attribution import telling_words, turns_that_say
 from undertow.engine.policies.base import (
     Draft,
     Effect,
@@ -221,9 +221,10 @@ class WindowJob(Work):
         for part in self._message_parts(messages, prompt_of):
             prompt = prompt_of(self._lines(part))
             reply: StatementsReply = yield from self.ask(prompt)
+            words = {ref: telling_words(self.view.turn(ref[0]).messages[ref[1]]) for ref in part}
             found: dict[str, Statement] = {}
             for draft in reply.facts:
-                found.setdefault(draft.text, Statement(draft.text, self._said_in(draft, part)))
+                found.setdefault(draft.text, Statement(draft.text, _said_in(draft, part, words)))
             if found:
                 origin = Origin(_turns_of(part), episode_id, prompt.version)
                 yield from self._management.consolidate(self, tuple(found.values()), origin)
@@ -279,12 +280,6 @@ class WindowJob(Work):
         )
         return [[messages[n] for n in part] for part in parts]
 
-    def _said_in(self, draft: StatementDraft, shown: Sequence[MessageRef]) -> tuple[int, ...]:
-        """The turns of the messages that say a fact; the oldest where the reply names none."""
-        told = {(seq, line): self.view.turn(seq).messages[line] for seq, line in shown}
-        messages = named(draft.messages, shown, otherwise=[min(shown)])
-        return _turns_of(turns_that_say(draft.text, messages, told))
-
 
 def _messages_in(episode: Memory, view: MemoryView) -> tuple[MessageRef, ...]:
     """The messages of an episode; all messages of its turns if it does not name them."""
@@ -293,6 +288,14 @@ def _messages_in(episode: Memory, view: MemoryView) -> tuple[MessageRef, ...]:
 
 def _turns_of(messages: Sequence[MessageRef]) -> tuple[int, ...]:
     return tuple(sorted({seq for seq, _ in messages}))
+
+
+def _said_in(
+    draft: StatementDraft, shown: Sequence[MessageRef], words: Mapping[MessageRef, frozenset[str]]
+) -> tuple[int, ...]:
+    """The turns of the messages that say a fact; the oldest where the reply names none."""
+    messages = named(draft.messages, shown, otherwise=[min(shown)])
+    return _turns_of(turns_that_say(draft.text, messages, words))
 
 
 def cue_of(text: str) -> str:

@@ -14,7 +14,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn, memory_id, time_key
 from undertow.engine.encoders.base import Encoder
 from undertow.engine.llm.client import BadReply, LLMClient
-from undertow.engine.policies.attribution import turns_that_say
+from undertow.engine.policies.attribution import telling_words, turns_that_say
 from undertow.prompts.builders import (
     Prompt,
     ShownMemory,
@@ -170,7 +170,7 @@ class OracleHiMem(Oracle):
     def _note(self, draft: Any, window: list[int]) -> Note:
         right = draft.turns and all(1 <= n <= len(window) for n in draft.turns)
         sources = sorted({window[n - 1] for n in draft.turns}) if right else list(window)
-        shown = {seq: self._turns[seq].text for seq in window}
+        shown = {seq: telling_words(self._turns[seq].text) for seq in window}
         return Note(draft.text, list(turns_that_say(draft.text, sources, shown)), kind=draft.kind)
 
     def _aligned(self, window: list[int], notes: list[Note]) -> list[Note]:

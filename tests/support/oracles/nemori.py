@@ -12,7 +12,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn, memory_id, time_key
 from undertow.engine.encoders.base import Encoder
 from undertow.engine.llm.client import BadReply, LLMClient
-from undertow.engine.policies.attribution import turns_that_say
+from undertow.engine.policies.attribution import telling_words, turns_that_say
 from undertow.prompts.builders import (
     Prompt,
     ShownMemory,
@@ -203,7 +203,7 @@ class OracleNemori(Oracle):
         said_in: dict[str, tuple[int, ...]] = {}
         for fact in reply.facts:
             right = fact.messages and all(1 <= n <= len(raw) for n in fact.messages)
-            lines = {(said.seq, said.place): said.text for said in raw}
+            lines = {(said.seq, said.place): telling_words(said.text) for said in raw}
             named = {[*lines][n - 1] for n in fact.messages} if right else {min(lines)}
             saying = turns_that_say(fact.text, named, lines)
             said_in.setdefault(fact.text, tuple(sorted({turn for turn, _ in saying})))

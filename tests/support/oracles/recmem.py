@@ -10,7 +10,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn, memory_id, time_key
 from undertow.engine.encoders.base import Encoder
 from undertow.engine.llm.client import BadReply, LLMClient
-from undertow.engine.policies.attribution import turns_that_say
+from undertow.engine.policies.attribution import telling_words, turns_that_say
 from undertow.engine.policies.salience import information
 from undertow.prompts.builders import (
     Prompt,
@@ -323,7 +323,7 @@ class OracleRecMem(Oracle):
             ordinal = draft.count("fact")
             replaced = told.replaces
             says = told.turns if told.turns and all(1 <= n <= len(turns) for n in told.turns) else ()
-            shown = {s: self._turns[s].text for s in (*turns, *before)}
+            shown = {s: telling_words(self._turns[s].text) for s in (*turns, *before)}
             sources = turns_that_say(told.text, {turns[n - 1] for n in says} or turns, shown)
             links = (nearest[replaced - 1].id,) if replaced and 1 <= replaced <= len(nearest) else ()
             draft.versions.append(
