@@ -21,24 +21,23 @@ _UNSPACED = re.compile(r"[\u2e80-\u9fff\uac00-\ud7a3]+")
 
 STEM = 5
 """Letters by which words are told apart: "booked" and "booking" are one."""
-TRUSTED, CLEAR, ADDED = 0.3, 0.25, 0.35
+TRUSTED, CLEAR, ADDED, REPEATED = 0.3, 0.25, 0.35, 0.66
 """Least weight of the turns that a reply names, as a share of that of the turn that fits best; the share of
-the fact's words that this one has at least; and the least weight that a further turn adds, as a share of what
-the better ones have."""
+the fact's words that this one has at least; the least weight that a further turn adds, as a share of what the
+better ones have; and the share of a fact's words that an earlier turn has if the fact only repeats it."""
 
 Key = TypeVar("Key", int, tuple[int, int])
 """The seq of a turn, or a message: the seq of its turn, and its line in it."""
 
 
-def turns_that_say(fact: str, named: Collection[Key], shown: Mapping[Key, Set[str]]) -> tuple[Key, ...]:
-    """The turns, or messages, that say `fact`, ascending. `shown`: the telling words of each.
+def turns_that_say(fact: Set[str], named: Collection[Key], shown: Mapping[Key, Set[str]]) -> tuple[Key, ...]:
+    """The turns, or messages, that say a fact, ascending. All texts are given by their telling words.
 
-    A word of the fact weighs the less, the more turns have it, and nothing if all have it. The named turns
-    count unless another fits clearly better; then that one alone counts, the first of equals. A named turn
-    that adds few words to the others is left out. Where no word tells: `named`.
+    A word counts 1/n if n of the shown turns have it, and nothing if all do. The named turns stay unless
+    another fits clearly better; then that one alone counts, the first of equals. A named turn that adds few
+    words to the others is left out. `named`, if no word distinguishes the turns.
     """
-    words = telling_words(fact)
-    every = {number: words & said for number, said in shown.items()}
+    every = {number: fact & said for number, said in shown.items()}
     spread = Counter(word for has in every.values() for word in has)
     held = {number: {word for word in has if spread[word] < len(every)} for number, has in every.items()}
 
@@ -48,7 +47,7 @@ def turns_that_say(fact: str, named: Collection[Key], shown: Mapping[Key, Set[st
     best = max(sorted(shown), key=lambda number: weight(held[number]))
     if not held[best]:
         return tuple(sorted(named))
-    is_clear = len(held[best]) >= CLEAR * len(words)
+    is_clear = len(held[best]) >= CLEAR * len(fact)
     if is_clear and weight(set().union(*(held[n] for n in named))) < TRUSTED * weight(held[best]):
         return (best,)
     covered: set[str] = set()
@@ -58,6 +57,18 @@ def turns_that_say(fact: str, named: Collection[Key], shown: Mapping[Key, Set[st
             kept.append(number)
             covered |= held[number]
     return tuple(sorted(kept))
+
+
+def repeated(fact: Set[str], said: Mapping[Key, Set[str]], before: Mapping[Key, Set[str]]) -> tuple[Key, ...]:
+    """The newest turn from `before` that says most of a fact; () if none does, or `said` says as much.
+
+    A reply that retells an episode may repeat its facts as news.
+    """
+    turns = [*said.values(), *before.values()]
+    rare = {word for word in fact if not all(word in words for words in turns)}
+    old = [number for number, words in before.items() if len(rare & words) >= REPEATED * len(rare)]
+    is_news = any(len(rare & words) >= TRUSTED * len(rare) for words in said.values())
+    return () if is_news or not old else (max(old),)
 
 
 def telling_words(text: str) -> frozenset[str]:

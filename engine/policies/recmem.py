@@ -55,8 +55,8 @@ from undertow.prompts.reply_schemas import (
     SalientReply,
 )
 
-# stored facts that are shown: with a cluster, and with one turn
-KNOWN_FACTS, KNOWN_FACTS_OF_TURN = 10, 5
+# stored facts shown with a cluster, and with one turn; newest turns of an episode that a merge may repeat
+KNOWN_FACTS, KNOWN_FACTS_OF_TURN, RETOLD_TURNS = 10, 5, 32
 
 FactsPrompt = Callable[[Sequence[ShownTurn], Sequence[ShownMemory]], Prompt]
 # a fact, and the id of its episode
@@ -263,6 +263,8 @@ class _Consolidation(Work):
     def _merge_with_facts(self, turn_seq: int, episode: Memory) -> Generator[Effect, Any, bool]:
         """The merge and the turn's facts in one reply; the stored facts shown are those near the episode."""
         (turn,), shown = self.turns((turn_seq,)), as_shown(1, episode)
+        before = [seq for seq in episode.source_seqs[-RETOLD_TURNS:] if self.view.exists(seq)]
+        self.turns(before)
         (vector,) = yield Embed((episode.text,))
         near = yield from self.known_facts(vector, KNOWN_FACTS_OF_TURN)
         known = self.fitting(near, lambda facts: merge_facts_prompt(shown, listed(facts), turn))
@@ -271,7 +273,7 @@ class _Consolidation(Work):
         if reply.same_story:
             yield from self._merged(episode, turn_seq, reply.narrative, prompt.version)
             told = [(episode.id, fact) for fact in reply.facts]
-            yield from self._keep(told, known, (turn_seq,), prompt.version, before=episode.source_seqs)
+            yield from self._keep(told, known, (turn_seq,), prompt.version, before=before)
         return reply.same_story
 
     def _merged(self, episode: Memory, turn_seq: int, narrative: str, version: str) -> Steps:
@@ -417,8 +419,8 @@ class _Consolidation(Work):
         vectors = yield Embed(tuple(fact.text for _, fact in fresh))
         for (episode_id, written), vector in zip(fresh, vectors, strict=True):
             number = written.replaces
-            older = known[number - 1].id if number is not None and 1 <= number <= len(known) else None
-            sources = self.saying(written.text, written.turns, part, before)
+            older = known[number - 1] if number is not None and 1 <= number <= len(known) else None
+            sources = self.saying(written.text, written.turns, part, before, older)
             self.new(
                 "fact",
                 written.text,
@@ -428,7 +430,7 @@ class _Consolidation(Work):
                 shown_seqs=only_shown(part, sources),
                 episode_id=episode_id,
                 fact_kind=written.kind,
-                supersedes=(older,) if older else (),
+                supersedes=(older.id,) if older else (),
             )
 
     def _rewrite(self, episode: Memory, text: str, sources: tuple[int, ...], version: str) -> Steps:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from undertow.engine.base.model import Decision, Memory, MemoryKind, memory_id, time_key
 from undertow.engine.llm.client import BadReply
-from undertow.engine.policies.attribution import telling_words, turns_that_say
+from undertow.engine.policies.attribution import repeated, telling_words, turns_that_say
 from undertow.engine.policies.base import (
     Complete,
     Draft,
@@ -45,6 +45,7 @@ class Work:
         self.seq = seq
         self.view = view
         self.drafts: list[Draft] = []
+        self._read: dict[int, str] = {}
         self._words: dict[int, frozenset[str]] = {}
         self._budget = budget
 
@@ -197,23 +198,38 @@ class Work:
         return self.view.turn(self.by_time(seqs)[-1]).timestamp
 
     def saying(
-        self, text: str, numbers: Sequence[int], shown: Sequence[int], before: Sequence[int] = ()
+        self,
+        text: str,
+        numbers: Sequence[int],
+        shown: Sequence[int],
+        before: Sequence[int] = (),
+        older: Memory | None = None,
     ) -> tuple[int, ...]:
         """The turns that a fact rests on: of the `shown`, those that the reply names, if they say it.
 
-        `before`: turns that the prompt told in other words, which a reply may repeat.
+        `before`: turns that the prompt told in other words, which a reply may repeat. `older`: the fact that
+        this one replaces, and cannot be older than. `turns` has read all of them before the reply came: a
+        deletion in the meantime changes nothing here.
         """
-        told = {seq: self._words_of(seq) for seq in (*shown, *before) if self.view.exists(seq)}
-        return turns_that_say(text, named(numbers, shown, otherwise=shown), told)
+        words, told = telling_words(text), named(numbers, shown, otherwise=shown)
+        says = turns_that_say(words, told, self._words_of(shown))
+        if older is None:
+            return repeated(words, self._words_of(says), self._words_of(before)) or says
+        is_older = time_key(self.latest(says)) < time_key(older.timestamp)
+        return tuple(sorted(told)) if is_older else says
 
-    def _words_of(self, seq: int) -> frozenset[str]:
-        """The telling words of a turn, kept for the other facts of the job."""
-        if seq not in self._words:
-            self._words[seq] = telling_words(self.view.turn(seq).text)
-        return self._words[seq]
+    def _words_of(self, seqs: Collection[int]) -> dict[int, frozenset[str]]:
+        """The telling words of turns that were read, found once a job."""
+        for seq in seqs:
+            if seq not in self._words:
+                self._words[seq] = telling_words(self._read[seq])
+        return {seq: self._words[seq] for seq in seqs}
 
     def turns(self, seqs: Sequence[int]) -> list[ShownTurn]:
+        """The turns as a prompt shows them, numbered from 1."""
         views = [self.view.turn(s) for s in seqs]
+        for view in views:
+            self._read.setdefault(view.seq, view.text)
         return [ShownTurn(n, v.timestamp, v.text) for n, v in enumerate(views, 1)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from undertow.engine.policies.attribution import telling_words, turns_that_say
+from undertow.engine.policies.attribution import repeated, telling_words, turns_that_say
 from undertow.engine.policies.base import GateReading, TurnView
 from undertow.engine.policies.himem.policy import HiMem
 from undertow.engine.policies.nemori.knowledge import Append
@@ -52,13 +52,23 @@ def words_of(texts: dict[int, str]) -> dict[int, frozenset[str]]:
 def test_a_fact_rests_on_the_turns_that_have_its_words(
     fact: str, named: list[int], says: tuple[int, ...]
 ) -> None:
-    assert turns_that_say(fact, named, words_of(SHOWN)) == says
+    assert turns_that_say(telling_words(fact), named, words_of(SHOWN)) == says
 
 
 def test_a_language_without_spaces_is_told_apart_by_pairs_of_characters() -> None:
     shown = {1: "李雷: 我对花生过敏", 2: "李雷: 下周去北京出差", 3: "李雷: 谢谢你"}
-    assert turns_that_say("李雷对花生过敏。", [2], words_of(shown)) == (1,)
-    assert turns_that_say("李雷去北京出差。", [2], words_of(shown)) == (2,)
+    assert turns_that_say(telling_words("李雷对花生过敏。"), [2], words_of(shown)) == (1,)
+    assert turns_that_say(telling_words("李雷去北京出差。"), [2], words_of(shown)) == (2,)
+
+
+def test_a_merge_repeats_an_older_turn_only_if_that_says_most_of_the_fact() -> None:
+    before = words_of({0: "Ann: I take the driving test in March.", 3: "Ann: I sold the red bicycle."})
+    now = words_of({7: "Ann: I finally did it!"})
+    assert repeated(telling_words("Ann passed the driving test without mistakes."), now, before) == ()
+    assert repeated(telling_words("Ann sold the red bicycle."), now, before) == (3,)
+    told_again = words_of({7: "Ann: The red bicycle is sold, as I said."})
+    assert repeated(telling_words("Ann sold the red bicycle."), told_again, before) == ()
+    assert repeated(frozenset(), now, before) == repeated(telling_words("Ann."), now, before) == ()
 
 
 def view() -> View:

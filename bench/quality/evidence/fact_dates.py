@@ -52,7 +52,7 @@ def shares(samples: Sequence[Sample], others: Others, seed: int = 0) -> dict[str
             words = {n: telling_words(lines[n][1]) for n in shown}
             wrong = rng.choice([n for n in shown if n != place])
             for named, held in zip(([place], [wrong], shown), dated.values(), strict=True):
-                says = turns_that_say(fact, named, words)
+                says = turns_that_say(telling_words(fact), named, words)
                 held.append((_is_of(lines, place, named), _is_of(lines, place, says)))
     return {
         name: {"as named": _share(a for a, _ in held), "as checked": _share(b for _, b in held)}

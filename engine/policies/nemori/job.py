@@ -219,9 +219,10 @@ class WindowJob(Work):
     def _distil(self, messages: Sequence[MessageRef], prompt_of: PromptOf, episode_id: str | None) -> Steps:
         """Facts of raw messages, handed to the management (section 3.3)."""
         for part in self._message_parts(messages, prompt_of):
-            prompt = prompt_of(self._lines(part))
+            lines = self._lines(part)
+            words = {ref: telling_words(line.text) for ref, line in zip(part, lines, strict=True)}
+            prompt = prompt_of(lines)
             reply: StatementsReply = yield from self.ask(prompt)
-            words = {ref: telling_words(self.view.turn(ref[0]).messages[ref[1]]) for ref in part}
             found: dict[str, Statement] = {}
             for draft in reply.facts:
                 found.setdefault(draft.text, Statement(draft.text, _said_in(draft, part, words)))
@@ -295,7 +296,7 @@ def _said_in(
 ) -> tuple[int, ...]:
     """The turns of the messages that say a fact; the oldest where the reply names none."""
     messages = named(draft.messages, shown, otherwise=[min(shown)])
-    return _turns_of(turns_that_say(draft.text, messages, words))
+    return _turns_of(turns_that_say(telling_words(draft.text), messages, words))
 
 
 def cue_of(text: str) -> str:

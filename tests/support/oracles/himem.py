@@ -171,7 +171,8 @@ class OracleHiMem(Oracle):
         right = draft.turns and all(1 <= n <= len(window) for n in draft.turns)
         sources = sorted({window[n - 1] for n in draft.turns}) if right else list(window)
         shown = {seq: telling_words(self._turns[seq].text) for seq in window}
-        return Note(draft.text, list(turns_that_say(draft.text, sources, shown)), kind=draft.kind)
+        saying = turns_that_say(telling_words(draft.text), sources, shown)
+        return Note(draft.text, list(saying), kind=draft.kind)
 
     def _aligned(self, window: list[int], notes: list[Note]) -> list[Note]:
         shown, listed = list(window), self._listed(notes)

@@ -205,7 +205,7 @@ class OracleNemori(Oracle):
             right = fact.messages and all(1 <= n <= len(raw) for n in fact.messages)
             lines = {(said.seq, said.place): telling_words(said.text) for said in raw}
             named = {[*lines][n - 1] for n in fact.messages} if right else {min(lines)}
-            saying = turns_that_say(fact.text, named, lines)
+            saying = turns_that_say(telling_words(fact.text), named, lines)
             said_in.setdefault(fact.text, tuple(sorted({turn for turn, _ in saying})))
         if self.settings.management == "summary" and said_in:
             self._summarise(seq, said_in, turns)

@@ -323,9 +323,21 @@ class OracleRecMem(Oracle):
             ordinal = draft.count("fact")
             replaced = told.replaces
             says = told.turns if told.turns and all(1 <= n <= len(turns) for n in told.turns) else ()
+            words = telling_words(told.text)
             shown = {s: telling_words(self._turns[s].text) for s in (*turns, *before)}
-            sources = turns_that_say(told.text, {turns[n - 1] for n in says} or turns, shown)
-            links = (nearest[replaced - 1].id,) if replaced and 1 <= replaced <= len(nearest) else ()
+            sources = turns_that_say(
+                words, {turns[n - 1] for n in says} or turns, {s: shown[s] for s in turns}
+            )
+            old = nearest[replaced - 1] if replaced and 1 <= replaced <= len(nearest) else None
+            if old is None:
+                told_by = {s: shown[s] for s in (*sources, *before[-32:])}
+                rare = {w for w in words if any(w not in has for has in told_by.values())}
+                kept = [s for s in before[-32:] if len(rare & shown[s]) >= 0.66 * len(rare)]
+                if kept and all(len(rare & shown[s]) < 0.3 * len(rare) for s in sources):
+                    sources = (max(kept),)
+            elif time_key(self._latest(sources)) < time_key(old.timestamp):
+                sources = tuple(sorted({turns[n - 1] for n in says} or turns))
+            links = (old.id,) if old else ()
             draft.versions.append(
                 OracleMemory(
                     id=memory_id(self.tenant, 1, seq, "fact", ordinal),

@@ -17,6 +17,7 @@ import pytest
 
 from undertow.bench.mock.llm import MockLLM
 from undertow.bench.mock.server import MockServer
+from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Message, PolicyName, Turn
 
 from ....support.api.erasure import (
@@ -30,7 +31,7 @@ from ....support.api.erasure import (
     turns_of_topics,
     values_with,
 )
-from ....support.engine import DeafLLM, HeldLLM, rows_of
+from ....support.engine import DeafLLM, HeldLLM, rows_of, settle
 from ....support.faults.harness import Driver, State, assert_same_state, end_state
 from ....support.faults.spoilt_llm import served
 
@@ -167,3 +168,42 @@ def test_a_deleted_turn_leaves_no_byte_after_the_purge(
     assert values_with(store, of.needles) == set()
     assert files_with(store, of.needles) == []
     assert_same_state(end_state(store), of.left)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+def test_turns_that_are_deleted_while_a_reply_is_on_its_way_leave_nothing(
+    policy: PolicyName, count: int, tmp_path: Path
+) -> None:
+    """At every call that a tenant's first four turns make: one of the shown turns goes, or all."""
+    said = [f"lantern secret{n} copper wick oil glass {n}" for n in range(4)]
+    for call in range(12):
+        llm, store = HeldLLM(OBLIGING), tmp_path / f"store {call}"
+        with opened(store, llm, policy) as engine:
+            ids = [kept.id for kept in engine.add_batch([_turn(n, text) for n, text in enumerate(said)])]
+            engine.log_flush("dora")
+            for _ in range(call):
+                _step_until_held(engine, llm)
+                llm.release(1)
+            if not _step_until_held(engine, llm):
+                assert call, "some call was held"
+                break
+            for turn_id in ids[:count]:
+                assert turn_id is not None and engine.delete(turn_id) == "turn"
+            settle(engine)
+            engine.purge()
+            left = repr([row.payload for row in rows_of(store, "turn", "episode", "fact")])
+        assert not any(f"secret{n}" in left for n in range(count)), (policy, call)
+    else:
+        pytest.fail("more calls than expected")
+
+
+def _turn(n: int, text: str) -> Turn:
+    return Turn("dora", (Message("user", text),), f"key {n}", "s", f"2026-04-{n + 1:02d}")
+
+
+def _step_until_held(engine: Engine, llm: HeldLLM) -> bool:
+    """Step until a reply is held, or nothing is left to do."""
+    while not llm.held and not engine.idle:
+        engine.step(0.01)
+    return bool(llm.held)
