@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from datetime import date, timedelta
+from itertools import islice
 
 _MONTHS = (
     "January",
@@ -24,6 +25,7 @@ _MONTHS = (
     "December",
 )
 _WEEKDAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
+_SUNDAY = 6
 _NUMBERS = {"a": 1, "an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7}
 _DAYS = {
     "the day before yesterday": -2,
@@ -34,6 +36,10 @@ _DAYS = {
 }
 # months with a capital alone: "what comes next may surprise you"
 _AROUND = f"week|weekend|month|year|{'|'.join(_WEEKDAYS)}|(?-i:{'|'.join(_MONTHS)})"
+# what stands before it makes another time of it: "half a year ago", "1.5 years ago", "twenty-two days ago"
+_ELSE = re.compile(
+    rf"(?:[-.,\d]|\b(?:half|and|or|the|over|{'|'.join(_NUMBERS)}|\w+ty|\w+teen)[ -])$", re.IGNORECASE
+)
 _PHRASE = re.compile(
     rf"\b(?:{'|'.join(sorted(_DAYS, key=len, reverse=True))}"
     rf"|(?P<count>{'|'.join(_NUMBERS)}|\d\d?) (?P<unit>day|week|month|year)s? ago"
@@ -50,15 +56,17 @@ def relative_times(text: str, said_on: str | None) -> dict[str, str]:
 
     `said_on`: ISO 8601, or the date in words as in 8 May 2023. Without a date there are none.
     """
-    found = list(_PHRASE.finditer(text)) if said_on else []
-    day = _day(said_on or "") if found else None
+    day = _day(said_on or "")
     told: dict[str, str] = {}
-    for phrase in found:
-        if day is not None and len(told) < MOST:
-            try:
-                told.setdefault(phrase[0], _worked_out(phrase, day))
-            except (OverflowError, ValueError):  # before the year 1 or after 9999
-                continue
+    if day is None:
+        return told
+    for phrase in islice(_PHRASE.finditer(text), MOST):
+        if _ELSE.search(text, max(0, phrase.start() - 12), phrase.start()):
+            continue
+        try:
+            told.setdefault(phrase[0], _worked_out(phrase, day))
+        except (OverflowError, ValueError):  # before the year 1 or after 9999
+            continue
     return told
 
 
@@ -102,6 +110,8 @@ def _beside(day: date, step: int, what: str) -> str:
     if what in _WEEKDAYS or what == "weekend":
         wanted = _WEEKDAYS.index("saturday" if what == "weekend" else what)
         apart = (wanted - day.weekday()) * step % 7 or 7
+        if what == "weekend" and day.weekday() == _SUNDAY and step < 0:
+            apart += 7  # of this weekend, the day before is no last one
         found = _in_words(day + timedelta(days=step * apart))
         return f"the weekend of {found}" if what == "weekend" else found
     month = 1 + _MONTHS.index(what.capitalize())

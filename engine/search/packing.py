@@ -11,7 +11,7 @@ from undertow.engine.base.timestamps import day_in_words, in_words
 from undertow.engine.encoders.token_count import by_bytes
 from undertow.engine.search.ranking import ANY_TIME, shows
 from undertow.engine.tenants.tenant import Tenant
-from undertow.prompts.builders import ShownMemory, anchored
+from undertow.prompts.builders import ShownMemory, anchored, fenced
 
 # How much of a fact's score reaches the turns it rests on. docs/quality.md has the figures.
 KEY_SHARE = 0.2
@@ -111,4 +111,5 @@ def _standing_for(old: Hit, latest: Memory, found: Hit | None) -> Hit:
 
 def line_tokens(hit: Hit) -> int:
     """What a hit's line in the answering prompt takes, as bytes / 4."""
-    return by_bytes(anchored(ShownMemory(1, hit.timestamp and in_words(hit.timestamp), hit.memory)) + "\n")
+    line = fenced if hit.kind == "episode" else anchored
+    return by_bytes(line(ShownMemory(1, hit.timestamp and in_words(hit.timestamp), hit.memory)) + "\n")

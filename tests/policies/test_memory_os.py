@@ -104,8 +104,8 @@ def test_recency_is_the_rest_of_heat() -> None:
     dated = replace(segment, timestamp="2026-03-02T00:00:00")
     pages = TurnPages(Work(9, view, ROOMY))
     job, (page,) = Segments(pages, 5.0), pages.existing([9])
-    assert job.heat(dated, page) == pytest.approx(2 + 0.3679, abs=1e-3)
-    assert job.heat(replace(segment, timestamp=None), page) == 3
+    assert job.heat(dated, page, frozenset()) == pytest.approx(2 + 0.3679, abs=1e-3)
+    assert job.heat(replace(segment, timestamp=None), page, frozenset()) == 3
 
 
 def test_of_too_many_segments_the_coldest_ends(monkeypatch: pytest.MonkeyPatch) -> None:

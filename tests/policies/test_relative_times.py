@@ -36,11 +36,26 @@ MONDAY = "2023-05-08T13:56"
         ("next June", {"next June": "June 2023"}),
         ("what comes next may surprise you", {}),
         ("yesterdays", {}),
+        ("half a year ago", {}),
+        ("1.5 years ago", {}),
+        ("twenty-two days ago", {}),
+        ("thirty one days ago", {}),
+        ("a year and two months ago", {}),
+        ("the next month he left", {}),
+        ("over the last month", {}),
+        ("two or three years ago", {}),
+        ("a month ago", {"a month ago": "about April 2023"}),
         ("Today, this week, soon, some years ago", {}),
     ],
 )
 def test_relative_times_are_worked_out_from_the_date_of_the_line(said: str, times: dict[str, str]) -> None:
     assert relative_times(said, MONDAY) == relative_times(said, "8 May 2023, 13:56") == times
+
+
+def test_on_a_sunday_the_last_weekend_is_the_one_before() -> None:
+    assert relative_times("last weekend", "2023-05-07") == {"last weekend": "the weekend of 29 April 2023"}
+    assert relative_times("last weekend", "2023-05-06") == {"last weekend": "the weekend of 29 April 2023"}
+    assert relative_times("next weekend", "2023-05-07") == {"next weekend": "the weekend of 13 May 2023"}
 
 
 @given(st.text(), st.text())

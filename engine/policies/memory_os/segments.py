@@ -43,8 +43,9 @@ class Segments(Generic[Key]):
         if segment is not None:
             about = yield from self._work.ask(topic_prompt([as_shown(1, segment)], said))
         filed = yield from self._written(segment, about, [page], still=segment)
-        if self.heat(filed, page) > self._hot:
-            yield from learn(self._pages, self._unlearned(filed))
+        done = learned(self._pages)
+        if self.heat(filed, page, done) > self._hot:
+            yield from learn(self._pages, self._unlearned(filed, done))
         self._evict(page)
 
     def remake(self, segment: Memory) -> Steps:
@@ -61,19 +62,18 @@ class Segments(Generic[Key]):
             so_far = [ShownMemory(1, latest, _text_of(about))]
         yield from self._written(segment, about, pages, still=None)
 
-    def heat(self, segment: Memory, page: Page[Key]) -> float:
+    def heat(self, segment: Memory, page: Page[Key], done: frozenset[Key]) -> float:
         """beta L_interaction + gamma R_recency when `page` is filed; N_visit is 0: see docs/policies.
 
-        L_interaction is the number of pages that long-term memory has not learned from.
+        L_interaction is the number of pages that long-term memory has not learned from; `done`: the others.
         """
         now, last = page.timestamp, segment.timestamp
         age_s = 0.0
         if now is not None and last is not None:
             age_s = max(0.0, (time_key(now) - time_key(last)).total_seconds())
-        return len(self._unlearned(segment)) + math.exp(-age_s / RECENCY_S)
+        return len(self._unlearned(segment, done)) + math.exp(-age_s / RECENCY_S)
 
-    def _unlearned(self, segment: Memory) -> list[Page[Key]]:
-        done = learned(self._pages)
+    def _unlearned(self, segment: Memory, done: frozenset[Key]) -> list[Page[Key]]:
         return self._pages.existing(key for key in self._pages.keys(segment) if key not in done)
 
     def _segment_of(self, vector: Vector, keywords: Sequence[str]) -> Generator[Effect, Any, Memory | None]:
@@ -109,7 +109,8 @@ class Segments(Generic[Key]):
         """End the coldest segment, of equal ones the oldest, where there are more than fit."""
         segments = self._pages.segments()
         if len(segments) > MOST_SEGMENTS:
-            coldest = min(segments, key=lambda segment: self.heat(segment, page))
+            done = learned(self._pages)
+            coldest = min(segments, key=lambda segment: self.heat(segment, page, done))
             self._work.drafts.append(Draft(deletion(coldest, self._work.seq), None))
 
 

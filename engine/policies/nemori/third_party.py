@@ -16,6 +16,7 @@ from undertow.engine.policies.a_mem.notes import Content, own_turns, rewrite, wr
 from undertow.engine.policies.a_mem.policy import AMem
 from undertow.engine.policies.base import Draft, Effect, Embed, Tiers, Vector, forgotten
 from undertow.engine.policies.memory_os.pages import FactPages
+from undertow.engine.policies.memory_os.persona import QUEUES
 from undertow.engine.policies.memory_os.segments import Segments
 from undertow.engine.policies.nemori.management import Management, Origin, Statement, add_fact
 from undertow.engine.policies.work import Steps, Work, only_shown
@@ -81,8 +82,9 @@ class MemoryOSPages(Management):
             yield from self._file(job)
 
     def distilled_from(self, job: Work, fact: Memory) -> frozenset[int]:
-        """Pages alone are distilled; segments and lines are made of pages."""
-        return fact.reach if _shown_as(fact) == "page" else frozenset()
+        """Segments and lines are made of pages. Facts of another management are distilled as pages are."""
+        is_made_of_pages = fact.fact_kind in (FactPages.segment_kind, *QUEUES)
+        return frozenset() if is_made_of_pages else fact.reach
 
     def remake(self, job: Work, shaken: Sequence[Memory], lost: Sequence[Memory]) -> Steps:
         """The other pages of shaken segments are filed again. Lines come back when these are hot again."""
