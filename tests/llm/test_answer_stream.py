@@ -32,6 +32,7 @@ from undertow.serving.async_memories import AsyncMemories, open_memories
 from ..support.cluster.in_process import PARTS, FailingEncoder, settings
 from ..support.engine import turn_of
 from ..support.llm_servers import SOON_S, scripted, server_stats
+from ..support.service.clock import Seconds
 
 # ---- the client
 
@@ -46,14 +47,6 @@ def test_errors_can_be_sent_from_a_shard() -> None:
 # ---- a telling
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def answered(text: str) -> Future[Answer]:
     future: Future[Answer] = Future()
     future.set_result(Answer(text, SearchResult((), (), ()), Usage()))
@@ -61,7 +54,7 @@ def answered(text: str) -> Future[Answer]:
 
 
 def test_more_is_what_is_new_and_waits_for_it() -> None:
-    telling = AnswerStream("ann", Clock())
+    telling = AnswerStream("ann", Seconds())
     first = telling.more(0)
     assert not first.done()
     telling.add("Ann ")
@@ -76,7 +69,7 @@ def test_more_is_what_is_new_and_waits_for_it() -> None:
 
 
 def test_an_error_comes_after_the_text_before_it() -> None:
-    telling = AnswerStream("ann", Clock())
+    telling = AnswerStream("ann", Seconds())
     telling.add("Ann")
     failed: Future[Answer] = Future()
     failed.set_exception(BrokenOff("gone"))
@@ -87,7 +80,7 @@ def test_an_error_comes_after_the_text_before_it() -> None:
 
 
 def test_who_waits_long_is_told_that_nothing_came_and_who_asks_no_more_has_gone() -> None:
-    clock = Clock()
+    clock = Seconds()
     telling = AnswerStream("ann", clock)
     waiting = telling.more(0)
     clock.now_s += answering.POLL_S - 1
@@ -106,7 +99,7 @@ def test_who_waits_long_is_told_that_nothing_came_and_who_asks_no_more_has_gone(
 
 
 def test_an_answer_that_nobody_asks_for_is_forgotten() -> None:
-    clock, answers = Clock(), AnswerStreams("s0")
+    clock, answers = Seconds(), AnswerStreams("s0")
     old = answers.add(AnswerStream("ann", clock))
     clock.now_s += answering.ABANDONED_S + 1
     new = answers.add(AnswerStream("ann", clock))
@@ -307,7 +300,7 @@ def test_over_ray_it_is_the_same(ray_address: str, tmp_path: Path) -> None:
 
 def test_what_an_erased_tenant_was_told_is_forgotten() -> None:
     answers = AnswerStreams("s0")
-    hers, his = answers.add(AnswerStream("ann", Clock())), answers.add(AnswerStream("bob", Clock()))
+    hers, his = answers.add(AnswerStream("ann", Seconds())), answers.add(AnswerStream("bob", Seconds()))
     answers.forget("ann")
     with pytest.raises(UnknownTicket):
         answers.more(hers.id, 0).result(0)

@@ -204,20 +204,10 @@ def test_others_are_answered_while_a_large_tenants_words_are_taken_in(shard: Sha
     assert ask(shard, SearchQuery("large", QUERIES[0])) == futures["large"].result()
 
 
-class Counting(MockLLM):
-    """Counts the questions that reach it."""
-
-    asked = 0
-
-    def submit(self, *args: Any, **more: Any) -> Any:
-        self.asked += 1
-        return super().submit(*args, **more)
-
-
 def test_who_is_called_off_while_words_are_taken_in_holds_nobody_up_and_asks_no_llm(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = Counting(MockReplies(0))
+    llm = MockLLM()
     begun, go = threading.Event(), threading.Event()
     take_in = Ranker.prepare
 
@@ -235,9 +225,9 @@ def test_who_is_called_off_while_words_are_taken_in_holds_nobody_up_and_asks_no_
     assert answer.cancel() and search.cancel()
     go.set()
     assert ask(shard, SearchQuery("ann", QUERIES[1])).turns
-    assert llm.asked == 0
+    assert not llm.calls
     assert ask(shard, AnswerQuery("ann", QUERIES[0])).text
-    assert llm.asked == 1
+    assert llm.calls.total() == 1
 
 
 def test_a_search_whose_engine_could_not_be_opened_again_holds_nobody_up(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from undertow.bench.mock.llm import MockLLM
 from undertow.engine.api.engine import Engine
@@ -17,6 +14,8 @@ from undertow.engine.base.model import InputError, Message, Turn, UndertowError
 from undertow.engine.encoders.base import Encoder
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.store_info import StoreError
+
+from ...support.cluster.in_process import FailingEncoder
 
 
 def settings(**changes: Any) -> Settings:
@@ -27,29 +26,18 @@ def said(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-class FailsOnce(HashingEncoder):
-    """An encoder whose next call fails when told so."""
-
-    broken = False
-
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float16]:
-        if self.broken:
-            raise RuntimeError("the device is gone")
-        return super().encode(texts)
-
-
 def engine_of(folder: Path, encoder: Encoder | None = None, **changes: Any) -> Engine:
     return Engine(folder, settings(**changes), encoder or HashingEncoder(384), llm=MockLLM())
 
 
 def test_a_failed_step_acknowledges_nothing_and_leaves_a_store_that_opens(tmp_path: Path) -> None:
-    encoder = FailsOnce(384)
+    encoder = FailingEncoder([])
     with engine_of(tmp_path, encoder) as engine:
         engine.add("ann", said("one"), idempotency_key="a")
-        encoder.broken = True
-        with pytest.raises(RuntimeError, match="device is gone"):
+        encoder.words = ["two"]
+        with pytest.raises(RuntimeError, match="no vector for two"):
             engine.add("ann", said("two"), idempotency_key="b")
-        encoder.broken = False
+        encoder.words = []
         with pytest.raises(UndertowError, match="opened again"):
             engine.add("ann", said("two"), idempotency_key="b")
     with engine_of(tmp_path) as engine:

@@ -18,11 +18,11 @@ from undertow.bench.mock.replies import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.ingest_files import Ingest
 from undertow.engine.base.model import BadInput, InputError
-from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.readers import blocks, jsonl, read
 from undertow.engine.readers.vectors import ENCODER_KEY
 from undertow.engine.step import scheduler
 
+from ...support.cluster.in_process import FailingEncoder
 from ...support.engine import (
     ENCODER,
     NEVER,
@@ -190,13 +190,6 @@ def test_a_bad_row_of_a_table_is_named_and_its_batch_is_not_stored(engine: Engin
         engine.add_table(pa.table({"tenant": ["ann"]}))
 
 
-class NoEncoder(HashingEncoder):
-    """Refuses to embed."""
-
-    def encode(self, texts: Sequence[str]) -> Any:
-        raise AssertionError(f"{len(texts)} texts were embedded")
-
-
 @pytest.mark.parametrize(
     "kind", [pa.list_(pa.float32()), pa.list_(pa.float16(), 64), pa.large_list(pa.float16())]
 )
@@ -206,7 +199,7 @@ def test_given_vectors_take_the_place_of_the_encoder(
     vectors = ENCODER.encode(texts_of(20))
     table = with_vectors(pa.array(list(vectors), kind))
     pq.write_table(table, tmp_path / "log.parquet")
-    with Engine(tmp_path / "given", settings_of(**NEVER), NoEncoder(64)) as engine:
+    with Engine(tmp_path / "given", settings_of(**NEVER), FailingEncoder([""], dim=64)) as engine:
         work = Ingest(engine)
         work.feed([tmp_path / "log.parquet"])
         assert (work.report.new_turns, work.report.errors) == (20, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,17 +20,10 @@ from undertow.engine.step.scheduler import StepReport
 from ...support.cli import turn_line, write_log
 from ...support.engine import NEVER, open_engine, put, turns_of
 from ...support.faults.harness import end_state
+from ...support.service.clock import Seconds
 
 
-@dataclass
-class Clock:
-    now_s: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def admit(batch_sizer: BatchSizer, clock: Clock, turn_s: float, *, turns: int | None = None) -> None:
+def admit(batch_sizer: BatchSizer, clock: Seconds, turn_s: float, *, turns: int | None = None) -> None:
     """One step whose turns cost so much each; as many as the pace has, unless given."""
     fresh = batch_sizer.turns if turns is None else turns
     with batch_sizer.measured() as admitted:
@@ -44,7 +36,7 @@ def admit(batch_sizer: BatchSizer, clock: Clock, turn_s: float, *, turns: int | 
     [(2e-5, MOST_TURNS), (1e-3, 500), (2e-3, 250), (1e-2, LEAST_TURNS), (0.0, MOST_TURNS)],
 )
 def test_it_settles_at_what_fits(turn_s: float, settles_at: int) -> None:
-    clock = Clock()
+    clock = Seconds()
     batch_sizer = BatchSizer(clock_s=clock)
     for _ in range(20):
         admit(batch_sizer, clock, turn_s)
@@ -52,7 +44,7 @@ def test_it_settles_at_what_fits(turn_s: float, settles_at: int) -> None:
 
 
 def test_it_at_most_doubles_and_shrinks_at_once() -> None:
-    clock = Clock()
+    clock = Seconds()
     batch_sizer = BatchSizer(clock_s=clock)
     seen = [batch_sizer.turns]
     while batch_sizer.turns < MOST_TURNS:
@@ -65,7 +57,7 @@ def test_it_at_most_doubles_and_shrinks_at_once() -> None:
 
 def test_what_says_little_changes_nothing() -> None:
     """A few new turns among many that are there already, a small batch, an admission that failed."""
-    clock = Clock()
+    clock = Seconds()
     batch_sizer = BatchSizer(clock_s=clock)
     admit(batch_sizer, clock, 1e-9)
     before = batch_sizer.turns
@@ -79,7 +71,7 @@ def test_what_says_little_changes_nothing() -> None:
 
 
 def test_a_fixed_number_stays() -> None:
-    clock = Clock()
+    clock = Seconds()
     batch_sizer = BatchSizer(7, clock_s=clock)
     admit(batch_sizer, clock, 10.0)
     assert batch_sizer.turns == 7
@@ -106,7 +98,7 @@ def test_steps_of_an_engine_grow_while_they_are_quick(tmp_path: Path) -> None:
 
 
 def test_deciding_takes_a_tenth_of_the_time() -> None:
-    clock = Clock()
+    clock = Seconds()
     share = DecidingShare(clock)
     decided_s = 0.0
     for _ in range(1_000):

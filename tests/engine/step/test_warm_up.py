@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,13 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.queries import StatsQuery, TenantsQuery
 from undertow.engine.cluster.shard.supervisor import EngineParts
-from undertow.engine.encoders.base import Encoder, Float16
+from undertow.engine.encoders.base import Encoder
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.step.warm_up import TEXTS, warm_up
 from undertow.kernels.arena.arena import Arena
 from undertow.serving.async_memories import open_memories
 
 from ...support.cluster.in_process import FailingEncoder, mock_llm, settings
-
-
-class Recorder(HashingEncoder):
-    """Knows what it was given."""
-
-    def __init__(self) -> None:
-        super().__init__(384)
-        self.given: list[str] = []
-
-    def encode(self, texts: Sequence[str]) -> Float16:
-        self.given += texts
-        return super().encode(texts)
 
 
 class Lent(Arena):
@@ -93,7 +81,7 @@ def test_after_it_a_tenants_first_turns_and_search_compile_nothing(tmp_path: Pat
 
 
 def test_a_shard_is_open_when_it_is_warm_and_has_counted_nothing(tmp_path: Path) -> None:
-    recorder = Recorder()
+    recorder = FailingEncoder([])
 
     def encoder(_: Settings) -> Encoder:
         return recorder
@@ -102,7 +90,7 @@ def test_a_shard_is_open_when_it_is_warm_and_has_counted_nothing(tmp_path: Path)
         parts = EngineParts(encoder=encoder, llm=mock_llm)
         opened = await asyncio.to_thread(open_memories, tmp_path, settings(), parts=parts)
         async with opened as memories:
-            assert recorder.given == list(TEXTS)
+            assert list(chain.from_iterable(recorder.asked)) == list(TEXTS)
             assert (await memories.call(StatsQuery()))["turns"] == 0
             assert await memories.call(TenantsQuery()) == []
             (state,) = (await memories.status()).values()

@@ -46,8 +46,10 @@ PARTS = EngineParts(llm=mock_llm)
 class FailingEncoder(HashingEncoder):
     """Fails for any batch that holds one of some words, as a broken kernel would."""
 
-    def __init__(self, words: Sequence[str], error: Callable[[str], Exception] = RuntimeError) -> None:
-        super().__init__(384)
+    def __init__(
+        self, words: Sequence[str], error: Callable[[str], Exception] = RuntimeError, dim: int = 384
+    ) -> None:
+        super().__init__(dim)
         self.words = list(words)
         self.asked: list[Sequence[str]] = []
         self._error = error
