@@ -27,13 +27,13 @@ from undertow.bench.quality.run.summary import (
     query_cost,
     scores,
 )
-from undertow.bench.quality.run.teaching import Learner, copy_store
+from undertow.bench.quality.run.teaching import TaughtSystem, copy_store
 from undertow.bench.quality.systems.base import Means, OnProgress, System
 from undertow.bench.quality.systems.registry import SYSTEMS
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.encoders.factory import make_encoder
 
-ANSWERS, VERDICTS, LESSONS = "answers.jsonl", "verdicts.jsonl", "lessons.jsonl"
+ANSWERS, VERDICTS, TAUGHT_LINES = "answers.jsonl", "verdicts.jsonl", "taught.jsonl"
 
 AnySystem = TypeVar("AnySystem", bound=System)
 
@@ -50,8 +50,8 @@ def evaluate(plan: Plan, on_progress: OnProgress) -> dict[str, Any]:
     plan = replace(plan, settings=named(plan.settings))
     with ExitStack() as stack:
         if plan.memories_of is not None:  # first, so that a refusal leaves no folder behind
-            lent = stack.enter_context(memories_of(plan.memories_of, plan.about()))
-            plan = replace(plan, memories_id=identity(lent))
+            source_run = stack.enter_context(memories_of(plan.memories_of, plan.about()))
+            plan = replace(plan, memories_id=identity(source_run))
         stack.enter_context(run_folder(plan.folder, plan.about()))
         told, before = _run(plan, judge_prompts, on_progress)
         if plan.teach:
@@ -86,18 +86,18 @@ def _teach(plan: Plan, taught: Plan, on_progress: OnProgress) -> dict[str, Any]:
     """Teach a copy of the plan's memories by its questions, in the folder of the run that follows."""
     copy_store(plan.built_in / STORE, taught.folder / STORE)
     with ExitStack() as stack:
-        lessons = stack.enter_context(closing(KeptLines(taught.folder / LESSONS)))
-        learner = stack.enter_context(_built(taught, Learner, on_progress))
-        done = count(len(lessons) + 1)
-        learner.teach(
-            plan.asked, lessons, lambda: on_progress("questions taught", next(done), len(plan.asked))
+        taught_lines = stack.enter_context(closing(KeptLines(taught.folder / TAUGHT_LINES)))
+        system = stack.enter_context(_built(taught, TaughtSystem, on_progress))
+        done = count(len(taught_lines) + 1)
+        system.teach(
+            plan.asked, taught_lines, lambda: on_progress("questions taught", next(done), len(plan.asked))
         )
-        told = lessons.of([(1, question.id) for _, question in plan.asked])
+        told = taught_lines.of([(1, question.id) for _, question in plan.asked])
         return {
             "questions": len(told),
             "missed": sum(line["missed"] for line in told),
             "errors": sum("error" in line for line in told),
-            "by_operation": learner.cost(),
+            "by_operation": system.cost(),
         }
 
 

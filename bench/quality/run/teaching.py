@@ -41,24 +41,24 @@ def copy_store(store: Path, to: Path) -> None:
     draft.rename(to)
 
 
-class Learner(EngineSystem):
+class TaughtSystem(EngineSystem):
     """The engine under HiMem, in the mode that notices what the notes miss. It changes its store."""
 
     def __init__(self, means: Means) -> None:
         super().__init__("himem", replace(means, settings=_learning(means.settings)))
 
-    def teach(self, asked: Sequence[Asked], lessons: KeptLines, on_lesson: Callable[[], None]) -> None:
-        """Ask every question that has no line among the lessons.
+    def teach(self, asked: Sequence[Asked], taught_lines: KeptLines, on_question: Callable[[], None]) -> None:
+        """Ask every question that has no line among `taught_lines`.
 
         ServerRefused, UndertowError: the server refuses us, or is silent. What was taught is kept.
         """
         for together in _in_turn(asked):
-            new = [one for one in together if (1, one[1].id) not in lessons]
+            new = [one for one in together if (1, one[1].id) not in taught_lines]
             most = self._settings.llm_requests
             for start in range(0, len(new), most):
                 for line in self._taught(new[start : start + most]):
-                    lessons.add(line)
-                    on_lesson()
+                    taught_lines.add(line)
+                    on_question()
 
     def _taught(self, asked: Sequence[Asked]) -> list[Line]:
         """Ask one question of each conversation, and decide what they teach.

@@ -76,7 +76,9 @@ def sweep(
     encoder: opt.EncoderName = None,
     as_json: opt.AsJson = False,
 ) -> None:
-    """What a policy's window and thresholds cost on LoCoMo, and what its k find, one at a time: a mock LLM.
+    """What a policy's window and thresholds cost on LoCoMo, and what its k find.
+
+    One setting at a time, with a mock LLM.
 
     Deterministic: the same file, encoder and settings give the same figures.
     """

@@ -83,10 +83,10 @@ def built(plan: Plan, folder: Path) -> Path:
     return folder
 
 
-def answering(plan: Plan, lent: Path) -> Plan:
+def answering(plan: Plan, source_run: Path) -> Plan:
     """A run that answers from the memories in a folder."""
-    with memories_of(lent, replace(plan, memories_of=lent).about()) as folder:
-        return replace(plan, memories_of=lent, memories_id=identity(folder))
+    with memories_of(source_run, replace(plan, memories_of=source_run).about()) as folder:
+        return replace(plan, memories_of=source_run, memories_id=identity(folder))
 
 
 def begin(plan: Plan) -> None:

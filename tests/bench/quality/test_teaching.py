@@ -153,7 +153,7 @@ def test_a_teaching_pass_that_was_stopped_teaches_nothing_twice(tmp_path: Path, 
     model.refuses = operation, QUESTIONS[2]
     assert taught(tmp_path, model, "--teach").code == 4
     assert model.supplements == QUESTIONS[:2]
-    assert len(kept_lines(tmp_path / "out/taught/lessons.jsonl")) == 2
+    assert len(kept_lines(tmp_path / "out/taught/taught.jsonl")) == 2
     model.refuses = None
     told = taught(tmp_path, model, "--teach").doc
     assert model.supplements == QUESTIONS
@@ -166,12 +166,12 @@ def test_what_the_log_has_of_a_question_is_not_asked_again(tmp_path: Path) -> No
     """A kill after the commit and before the line."""
     model = Model()
     whole = taught(tmp_path, model, "--teach").doc
-    lessons = tmp_path / "out" / "taught" / "lessons.jsonl"
-    lines = lessons.read_bytes().splitlines(keepends=True)
-    lessons.write_bytes(b"".join(lines[:2]))
+    taught_lines = tmp_path / "out" / "taught" / "taught.jsonl"
+    lines = taught_lines.read_bytes().splitlines(keepends=True)
+    taught_lines.write_bytes(b"".join(lines[:2]))
     assert taught(tmp_path, model, "--teach").doc == whole
     assert model.supplements == QUESTIONS
-    assert [line["missed"] for line in kept_lines(lessons)] == [True] * 4
+    assert [line["missed"] for line in kept_lines(taught_lines)] == [True] * 4
 
 
 def test_a_conversation_that_is_over_is_flushed_once(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_conversation_that_is_over_is_flushed_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "env", "why"),
     [
-        (("--policy", "nemori"), {}, "--teach is of --policy himem"),
+        (("--policy", "nemori"), {}, "--teach works only with --policy himem"),
         (("--policy", "himem"), {"UNDERTOW_HIMEM_SELF_EVOLUTION": "0"}, "with self-evolution"),
         (("--evidence-only",), {}, "--teach has no meaning"),
     ],
