@@ -6,18 +6,13 @@ something else. So what a reply names is checked against the words of the turns.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Set
 from itertools import pairwise
 from math import fsum
 from typing import TypeVar
 
-from undertow.engine.policies.common_words import COMMON_WORDS
-
-_WORDS = re.compile(r"[^\W_]+")
-# Chinese, Japanese and Korean, where a run of characters holds many words of about two.
-_UNSPACED = re.compile(r"[\u2e80-\u9fff\uac00-\ud7a3]+")
+from undertow.engine.policies.common_words import COMMON_WORDS, UNSPACED, WORDS
 
 STEM = 5
 """Letters by which words are told apart: "booked" and "booking" are one."""
@@ -73,6 +68,6 @@ def repeated(fact: Set[str], said: Mapping[Key, Set[str]], before: Mapping[Key, 
 
 def telling_words(text: str) -> frozenset[str]:
     """The stems of a text's uncommon words; pairs of characters where there are no spaces."""
-    words = {word for word in _WORDS.findall(text.lower()) if word not in COMMON_WORDS}
-    pairs = {a + b for run in _UNSPACED.findall(text) for a, b in pairwise(run)}
-    return frozenset({word[:STEM] for word in words if not _UNSPACED.match(word)} | pairs)
+    words = {word for word in WORDS.findall(text.lower()) if word not in COMMON_WORDS}
+    pairs = {a + b for run in UNSPACED.findall(text) for a, b in pairwise(run)}
+    return frozenset({word[:STEM] for word in words if not UNSPACED.match(word)} | pairs)

@@ -1,6 +1,12 @@
-"""English words for salience: those of small talk, which tell nothing, and cues of what matters later."""
+"""Words in a text; English ones of small talk, which say nothing, and cues of what matters later."""
 
 from __future__ import annotations
+
+import re
+
+WORDS = re.compile(r"[^\W_]+")
+# Chinese, Japanese and Korean, where a run of characters holds many words of about two.
+UNSPACED = re.compile(r"[\u2e80-\u9fff\uac00-\ud7a3]+")
 
 _COMMON = (
     "a about absolutely after agree ah all also always am amazing an and another any anybody anyone",

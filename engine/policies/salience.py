@@ -17,13 +17,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from undertow.engine.policies.base import MemoryView
-from undertow.engine.policies.common_words import COMMON_WORDS, CUES
+from undertow.engine.policies.common_words import COMMON_WORDS, CUES, UNSPACED, WORDS
 
-_WORDS = re.compile(r"[^\W_]+")
 # A capital within a sentence: names, titles, places.
 _NAMES = re.compile(r"(?<=[a-z,] )[A-Z][a-z]+")
-# Chinese, Japanese and Korean, where a run of characters holds many words of about two.
-_UNSPACED = re.compile(r"[\u2e80-\u9fff\uac00-\ud7a3]")
 
 # Turns that a turn is compared with, and the share of a window's words that is read.
 LOOK_BACK, READ_SHARE = 16, 0.65
@@ -37,10 +34,10 @@ def information(text: str) -> int:
 
     The list of common words is English: in another language every word counts. docs/quality.md has figures.
     """
-    words = set(_WORDS.findall(text.lower()))
+    words = set(WORDS.findall(text.lower()))
     telling = [word for word in words - COMMON_WORDS if len(word) > 2 or word[0].isdigit()]
     numbers = len([word for word in telling if word[0].isdigit()])
-    unspaced: int = len(_UNSPACED.findall(text)) // 2
+    unspaced = sum(map(len, UNSPACED.findall(text))) // 2
     names = len(set(_NAMES.findall(text)))
     return len(telling) + numbers + len(words & CUES) + names + unspaced
 
@@ -102,7 +99,7 @@ def best_for_their_length(texts: Mapping[int, str], read: Container[int] = ()) -
     An order by information alone takes long turns, and never reads "I'm allergic to nuts".
     """
     told = {key: information(text) for key, text in texts.items()}
-    words = {key: len(_WORDS.findall(text)) for key, text in texts.items()}
+    words = {key: len(WORDS.findall(text)) for key, text in texts.items()}
     room = READ_SHARE * sum(words[key] + LINE_WORDS for key in texts)
     for key in sorted(texts, key=lambda key: (-told[key] / (words[key] + SMOOTHING), key)):
         if key not in read and told[key] and words[key] + LINE_WORDS <= room:

@@ -3,7 +3,8 @@
     python -m undertow.bench.quality.evidence.fact_dates --data FILE [--out FILE]
 
 Each observation stands for a fact of a reply, its message for the turn that says it. A prompt shows that
-turn among 15 others, next to it or from the whole conversation. The reply names the right turn, a wrong one
+turn among 15 others: next to it, from the whole conversation, or those with most words in common with it, as
+in a cluster. The reply names the right turn, a wrong one
 or all, and `turns_that_say` checks it against the words.
 """
 
@@ -26,20 +27,7 @@ from undertow.engine.policies.attribution import telling_words, turns_that_say
 
 SHOWN = 16
 Line = tuple[date, str]
-Others = Literal["next to it", "anywhere"]
-
-
-def observations(sample: Sample) -> Iterator[tuple[list[Line], int, str]]:
-    """The conversation's lines, the place of one, and an observation of it."""
-    lines = [
-        (date.fromisoformat((turn.timestamp or "")[:10]), line)
-        for turn in sample.turns
-        for line in turn.text.split("\n")
-    ]
-    observed = sample.observed()
-    for place, (_, line) in enumerate(lines):
-        for fact in observed.get(line, ()):
-            yield lines, place, fact
+Others = Literal["next to it", "anywhere", "most alike"]
 
 
 def shares(samples: Sequence[Sample], others: Others, seed: int = 0) -> dict[str, Any]:
@@ -47,24 +35,41 @@ def shares(samples: Sequence[Sample], others: Others, seed: int = 0) -> dict[str
     rng = random.Random(seed)
     dated: dict[str, list[tuple[bool, bool]]] = {"the right turn": [], "a wrong turn": [], "all turns": []}
     for sample in samples:
-        for lines, place, fact in observations(sample):
-            shown = _shown(rng, len(lines), place, others)
-            words = {n: telling_words(lines[n][1]) for n in shown}
-            wrong = rng.choice([n for n in shown if n != place])
-            for named, held in zip(([place], [wrong], shown), dated.values(), strict=True):
-                says = turns_that_say(telling_words(fact), named, words)
-                held.append((_is_of(lines, place, named), _is_of(lines, place, says)))
+        lines, observed = _lines(sample), sample.observed()
+        words = [telling_words(text) for _, text in lines]
+        for place, (_, line) in enumerate(lines):
+            for fact in observed.get(line, ()):
+                shown = _shown(rng, words, place, others)
+                wrong = rng.choice([n for n in shown if n != place])
+                for named, held in zip(([place], [wrong], shown), dated.values(), strict=True):
+                    says = turns_that_say(telling_words(fact), named, {n: words[n] for n in shown})
+                    held.append((_is_of(lines, place, named), _is_of(lines, place, says)))
     return {
         name: {"as named": _share(a for a, _ in held), "as checked": _share(b for _, b in held)}
         for name, held in dated.items()
     } | {"facts": len(dated["all turns"])}
 
 
-def _shown(rng: random.Random, count: int, place: int, others: Others) -> list[int]:
+def _lines(sample: Sample) -> list[Line]:
+    return [
+        (date.fromisoformat((turn.timestamp or "")[:10]), line)
+        for turn in sample.turns
+        for line in turn.text.split("\n")
+    ]
+
+
+def _shown(rng: random.Random, words: Sequence[frozenset[str]], place: int, others: Others) -> list[int]:
+    """The places of the shown lines, ascending."""
+    count = len(words)
+    if others == "next to it":
+        first = max(0, min(place - rng.randrange(SHOWN), count - SHOWN))
+        return list(range(first, first + SHOWN))
+    rest = [n for n in range(count) if n != place]
     if others == "anywhere":
-        return sorted({place, *rng.sample([n for n in range(count) if n != place], SHOWN - 1)})
-    first = max(0, min(place - rng.randrange(SHOWN), count - SHOWN))
-    return list(range(first, first + SHOWN))
+        return sorted({place, *rng.sample(rest, SHOWN - 1)})
+    own = words[place]
+    rest.sort(key=lambda n: (-len(own & words[n]) / max(1, len(own | words[n])), n))
+    return sorted({place, *rest[: SHOWN - 1]})
 
 
 def _is_of(lines: Sequence[Line], place: int, rests_on: Sequence[int]) -> bool:
