@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import load
+from undertow.bench.quality.evidence import fact_dates
 from undertow.bench.quality.evidence.recall import Score, score, summary
 from undertow.bench.quality.run.summary import UNCLEAR, difference
 from undertow.bench.quality.systems.registry import SYSTEMS
@@ -311,3 +312,21 @@ def test_wrong_uses_of_a_budget_are_refused(tmp_path: Path, options: tuple[str, 
 def test_turns_alone_need_a_budget(tmp_path: Path) -> None:
     with pytest.raises(UndertowError, match="UNDERTOW_ANSWER_TOKENS"):
         SYSTEMS["turns-only"](means(tmp_path))
+
+
+def test_the_date_of_a_fact_is_checked_against_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sessions, two months apart; a reply that names the other session's turn is set right."""
+    later = talk(["The oven is broken.", "Call the fitter, Lena."], "Ann", "Ben")["session_1"]
+    both = talk(["I booked a flight to Rome.", "Nice, take the red suitcase."], "Ann", "Ben")
+    both |= {"session_2_date_time": "1:00 pm on 30 December, 2024"}
+    both["session_2"] = [{**m, "dia_id": m["dia_id"].replace("D1", "D2")} for m in later]
+    facts = observed(("Ann flies to Rome; the flight is booked.", "D1:1"), ("Ann's oven is broken.", "D2:1"))
+    path = written(tmp_path, conversation(conversation=both, qa=[], observation=facts))
+    monkeypatch.setattr(fact_dates, "SHOWN", 4)
+    for others in get_args(fact_dates.Others):
+        told = fact_dates.shares(list(load(path, "locomo", 1 << 20)), others)
+        assert told["facts"] == 2
+        assert {told[name]["as checked"] for name in ("the right turn", "a wrong turn", "all turns")} == {1.0}
+        assert told["all turns"]["as named"] == 0.5
