@@ -6,16 +6,17 @@ call. It runs on the engine's thread and never blocks; the engine sends its prom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from undertow.engine.base.model import AnswerMode, AnswerStyle
 from undertow.engine.base.results import Hit, SearchResult
+from undertow.engine.base.timestamps import in_words
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import PromptBudget
-from undertow.engine.search.ranking import question_prompt
-from undertow.prompts.builders import Prompt, ShownMemory, sufficiency_prompt
+from undertow.engine.search.ranking import question_prompt, shown_lines
+from undertow.prompts.builders import Prompt, sufficiency_prompt
 from undertow.prompts.reply_schemas import SufficiencyReply
 
 NOT_ANSWERABLE = "Not answerable from memory."
@@ -62,24 +63,24 @@ def hybrid(question: Question) -> Answering:
 def best_effort(question: Question) -> Answering:
     """Answer from notes and turns without an episode; from episodes only if those are insufficient.
 
-    If neither suffices, the question is not answerable, and no answer is written. A judgement without a
-    usable reply, or without room in a prompt, decides nothing: the next tier is tried, or the answering
-    prompt decides.
+    The answer is given the lines that the judgement names. If neither tier suffices, the question is not
+    answerable, and no answer is written. A judgement without a usable reply, or without room in a prompt,
+    decides nothing: the next tier is tried, or the answering prompt decides, from all that was found.
     """
     found = question.search()
-    near = replace(found, episodes=())
-    judged = yield from _judged(question, "Notes and turns", (*near.facts, *near.turns))
+    judged, shown = yield from _judged(question, "Notes and turns", (*found.facts, *found.turns))
     if judged is not None and judged.sufficient:
-        near = replace(question.search(), episodes=())
+        near = _only(replace(question.search(), episodes=()), _supporting(judged, shown))
         return (yield _answer(question, near)), near
+    seen, shown = yield from _judged(question, "Episodes", question.search().episodes)
     found = question.search()
-    shown = _fitting(question, "Episodes", found.episodes)
-    seen = yield from _judged(question, "Episodes", found.episodes)
-    if seen is not None and not seen.sufficient:
+    if seen is None:
+        return (yield _answer(question, found)), found
+    if not seen.sufficient:
         return NOT_ANSWERABLE, found
-    supporting = () if judged is None or seen is None else _supporting(seen, shown)
-    found = question.search()
-    return (yield _answer(question, found, missed=supporting)), found
+    supporting = _supporting(seen, shown)
+    found = _only(found, supporting)
+    return (yield _answer(question, found, missed=supporting if judged is not None else ())), found
 
 
 def _answer(question: Question, found: SearchResult, missed: tuple[str, ...] = ()) -> Say:
@@ -90,18 +91,21 @@ def _answer(question: Question, found: SearchResult, missed: tuple[str, ...] = (
 
 def _judged(
     question: Question, heading: str, hits: Sequence[Hit]
-) -> Generator[Say, Any, SufficiencyReply | None]:
-    """Whether the hits suffice; no hits do not. None: no usable reply, or no hit fits into a prompt."""
+) -> Generator[Say, Any, tuple[SufficiencyReply | None, Sequence[Hit]]]:
+    """Whether the hits suffice, and those that were shown. No hits do not.
+
+    None: no usable reply, or no hit fits into a prompt.
+    """
     if not hits:
-        return SufficiencyReply(lines=[], sufficient=False)
+        return SufficiencyReply(lines=[], sufficient=False), ()
     shown = _fitting(question, heading, hits)
     if not shown:
-        return None
+        return None, ()
     try:
         reply: SufficiencyReply = yield Say(_judging(question, heading, shown))
     except BadReply:
-        return None
-    return reply
+        return None, shown
+    return reply, shown
 
 
 def _fitting(question: Question, heading: str, hits: Sequence[Hit]) -> Sequence[Hit]:
@@ -111,11 +115,20 @@ def _fitting(question: Question, heading: str, hits: Sequence[Hit]) -> Sequence[
 
 
 def _judging(question: Question, heading: str, hits: Sequence[Hit]) -> Prompt:
-    lines = [ShownMemory(n, hit.timestamp, hit.memory) for n, hit in enumerate(hits, 1)]
-    return sufficiency_prompt(question.text, heading, lines, question.as_of)
+    as_of = question.as_of and in_words(question.as_of)
+    return sufficiency_prompt(question.text, heading, shown_lines(hits), as_of)
 
 
 def _supporting(judged: SufficiencyReply, shown: Sequence[Hit]) -> tuple[str, ...]:
-    """The episodes that the judgement names; all shown ones if it names none or an invalid number."""
+    """The hits that the judgement names; all shown ones if it names none or an invalid number."""
     lines = judged.lines if all(1 <= n <= len(shown) for n in judged.lines) else []
     return tuple(dict.fromkeys(shown[n - 1].id for n in lines)) or tuple(hit.id for hit in shown)
+
+
+def _only(found: SearchResult, ids: Collection[str]) -> SearchResult:
+    """The result with these hits alone; as it is if all of them were deleted in the meantime."""
+    episodes, facts, turns = (
+        tuple(hit for hit in tier if hit.id in ids) for tier in (found.episodes, found.facts, found.turns)
+    )
+    only = replace(found, episodes=episodes, facts=facts, turns=turns)
+    return only if (*episodes, *facts, *turns) else found

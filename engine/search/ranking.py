@@ -389,7 +389,7 @@ def question_prompt(
 
     def prompt_of(kept: Sequence[Hit]) -> Prompt:
         episodes, facts, turns = (
-            _shown([hit for hit in tier if hit in kept])
+            shown_lines([hit for hit in tier if hit in kept])
             for tier in (found.episodes, found.facts, found.turns)
         )
         shown = (episodes, facts, turns)
@@ -402,7 +402,7 @@ def question_prompt(
     return prompt
 
 
-def _shown(hits: Sequence[Hit]) -> list[ShownMemory]:
+def shown_lines(hits: Sequence[Hit]) -> list[ShownMemory]:
     # Dates as people write them: answers repeat the form that they are shown.
     return [
         ShownMemory(n, hit.timestamp and in_words(hit.timestamp), hit.memory) for n, hit in enumerate(hits, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,18 @@ def test_best_effort_looks_at_episodes_only_where_the_notes_are_not_sufficient(t
     _, operations, llm = asked(tmp_path, Judging())
     assert operations == ["sufficiency", "sufficiency", "answer"], "the answer waits for nothing else"
     assert lines_under(llm.prompts["ann"][-2], "Episodes") and lines_under(llm.prompts["ann"][-1], "Episodes")
+
+
+@pytest.mark.parametrize("notes", [True, False])
+def test_best_effort_answers_from_the_lines_that_the_judgement_names(notes: bool, tmp_path: Path) -> None:
+    for lines, count in (((1,), 1), ((2,), 1), ((2, 1), 2)):
+        judging = Judging(notes=notes, lines=lines)
+        _, _, llm = asked(tmp_path / str(lines), judging)
+        judged, answering = llm.prompts["ann"][-2:]
+        heading = "Notes and turns" if notes else "Episodes"
+        named = [json.loads(lines_under(judged, heading)[n - 1])[2] for n in lines]
+        kept = [line for tier in ("Episodes", "Facts", "Turns") for line in lines_under(answering, tier)]
+        assert sorted(json.loads(line)[2] for line in kept) == sorted(named) and len(kept) == count
 
 
 def test_what_neither_supports_is_not_answerable_and_no_answer_is_written(tmp_path: Path) -> None:
