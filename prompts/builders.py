@@ -336,8 +336,13 @@ def answer_prompt(
     order: Order = "relevance",
     style: Style = "notes",
 ) -> Prompt:
-    """Ask the question with memories of the three tiers (RecMem, section 3.5), sorted by `order`."""
-    sections = (("Episodes", episodes), ("Facts", facts), ("Turns", turns))
+    """Ask the question with memories of the three tiers (RecMem, section 3.5), sorted by `order`.
+
+    Turns come first, but for the style `paper`: a small model takes the first date that it sees for the answer,
+    and an episode's is seldom that (docs/quality.md).
+    """
+    tiers = (("Turns", turns), ("Facts", facts), ("Episodes", episodes))
+    sections = tiers[::-1] if style == "paper" else tiers
     told = {"sections": sections, "as_of": as_of, "question": question}
     asked = _block("question", "user", order=order, has_times=style != "paper", **told)
     system, version = _block(f"answer_{style}", "system"), answer_version(style)
