@@ -152,8 +152,9 @@ def test_what_is_shown_of_empty_and_undated_material() -> None:
         'Who said "hi"?', [], [], [ShownMemory(1, "2023-05-08", "Ann: hi")], "2023-06-01"
     )
     assert asked.user == (
-        "Each list has the most relevant first.\nEpisodes:\nnone\nFacts:\nnone\nTurns:\n"
-        '[1,"2023-05-08","Ann: hi"]\nAsked on: "2023-06-01"\nQuestion: "Who said \\"hi\\"?"'
+        "Each list has the most relevant first.\nTurns:\n"
+        '[1,"2023-05-08","Ann: hi"]\nFacts:\nnone\nEpisodes:\nnone\n'
+        'Asked on: "2023-06-01"\nQuestion: "Who said \\"hi\\"?"'
     )
     assert "Asked on" not in build.answer_prompt("Who?", [], [], [], None).user
 
@@ -167,13 +168,16 @@ def test_an_order_is_told_where_it_is_so() -> None:
     assert by_time.user.startswith("Each list is in order of time.\n")
 
 
-def test_styles_of_answers_differ_in_the_fixed_part_alone() -> None:
+def test_styles_of_answers_differ_in_the_fixed_part_and_that_of_the_paper_in_the_order_of_tiers() -> None:
     fact = ShownMemory(1, "2023-05-08", "Ann sails.")
     by_style = {
         style: build.answer_prompt("Who?", [], [fact], [], None, style=style) for style in get_args(Style)
     }
     assert len({prompt.system for prompt in by_style.values()}) == 3
-    assert len({prompt.user for prompt in by_style.values()}) == 1
+    notes, paper = by_style["notes"].user, by_style["paper"].user
+    assert by_style["short"].user == notes
+    assert notes.index("Turns:") < notes.index("Facts:") < notes.index("Episodes:")
+    assert paper.index("Episodes:") < paper.index("Facts:") < paper.index("Turns:")
     assert [style for style, prompt in by_style.items() if not prompt.after_notes] == ["paper"]
 
 
