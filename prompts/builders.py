@@ -338,7 +338,7 @@ def answer_prompt(
 ) -> Prompt:
     """Ask the question with memories of the three tiers (RecMem, section 3.5), sorted by `order`.
 
-    Turns come first, but for the style `paper`: a small model takes the first date that it sees as the answer,
+    Turns come first, but for the style `paper`: a small model answers with the first date that it sees,
     and an episode's is seldom that (docs/quality.md).
     """
     tiers = (("Turns", turns), ("Facts", facts), ("Episodes", episodes))
