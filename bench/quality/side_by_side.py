@@ -23,7 +23,7 @@ from undertow.bench.quality.run.evaluate import ANSWERS, VERDICTS
 from undertow.bench.quality.run.judging import RIGHT, UNJUDGED
 from undertow.bench.quality.run.summary import SUMMARY, UNCLEAR, paired
 from undertow.engine.base.model import UndertowError
-from undertow.prompts.builders import QUERY_OPERATIONS
+from undertow.prompts.operations import QUERY_OPERATIONS
 
 ALIKE = (
     *("benchmark", "data_digest", "only", "questions_per_sample", "repeats", "encoder"),

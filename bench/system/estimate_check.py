@@ -35,7 +35,8 @@ from undertow.engine.estimate.assumptions import EXPECTED, Assumptions
 from undertow.engine.estimate.estimate import FIGURES, TOTAL, Ranges, estimate
 from undertow.engine.estimate.guessed_replies import MESSAGES_PER_TURN, shown_in
 from undertow.engine.estimate.stand_ins import TenantLog
-from undertow.prompts.builders import QUERY_OPERATIONS, REPLIES, operation_of, system_message
+from undertow.prompts.builders import operation_of, system_message
+from undertow.prompts.operations import QUERY_OPERATIONS, REPLIES
 
 RATES = (0.0, 0.5, 1.0)
 SAMPLES = ("conv-30", "conv-26")

@@ -32,7 +32,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn
 from undertow.engine.encoders.base import Fingerprint
 from undertow.engine.encoders.hashing import HashingEncoder
-from undertow.prompts.builders import QUERY_OPERATIONS
+from undertow.prompts.operations import QUERY_OPERATIONS
 
 Vectors = NDArray[np.float16]
 

@@ -21,7 +21,7 @@ from undertow.engine.encoders.token_count import TokenCount
 from undertow.engine.estimate.assumptions import EXPECTED, HIGH, LOW, Assumptions
 from undertow.engine.estimate.guessed_replies import GuessedReplies
 from undertow.engine.estimate.stand_ins import GuessingLLM, StandInEncoder, TenantLog
-from undertow.prompts.builders import REPLIES
+from undertow.prompts.operations import REPLIES
 
 TOTAL = "total"
 FIGURES = ("calls", "prompt_tokens", "completion_tokens")

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from undertow.engine.estimate.assumptions import SENTENCE_CHARS, Assumptions, Evenly, stand_in
-from undertow.prompts.builders import FUSED, REPLIES, Prompt
+from undertow.prompts.builders import Prompt
+from undertow.prompts.operations import FUSED, REPLIES
 from undertow.prompts.reply_schemas import (
     CANDIDATES,
     IMPLIED_NOTES,

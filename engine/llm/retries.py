@@ -28,7 +28,8 @@ from undertow.engine.llm.replies import (
     Trouble,
 )
 from undertow.engine.llm.server import Server
-from undertow.prompts.builders import Operation, Prompt, repair_messages
+from undertow.prompts.builders import Prompt, repair_messages
+from undertow.prompts.operations import Operation
 
 log = logging.getLogger(__name__)
 

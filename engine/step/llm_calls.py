@@ -11,7 +11,7 @@ from undertow.engine.base.trace_context import use_traceparent
 from undertow.engine.llm.client import BadReply, Completion, Completions, ServerRefused
 from undertow.engine.policies.base import Complete
 from undertow.engine.step.decision_queue import DecisionQueue, DecisionRun
-from undertow.prompts.builders import QUERY_OPERATIONS
+from undertow.prompts.operations import QUERY_OPERATIONS
 
 
 class LLMCalls:

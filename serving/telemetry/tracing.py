@@ -29,7 +29,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from undertow.engine.base.config import Settings
 from undertow.engine.base.trace import LLMRequest, Observer, Phase, ShardCall
 from undertow.engine.base.trace_context import current_traceparent, use_traceparent
-from undertow.prompts.builders import QUERY_OPERATIONS
+from undertow.prompts.operations import QUERY_OPERATIONS
 
 SERVICE = "undertow"
 

@@ -13,10 +13,7 @@ from pydantic import ValidationError
 from undertow.prompts import builders as build
 from undertow.prompts import reply_schemas as schemas
 from undertow.prompts.builders import (
-    FUSED,
-    REPLIES,
     Prompt,
-    PromptName,
     ShownMemory,
     ShownTurn,
     Style,
@@ -24,6 +21,7 @@ from undertow.prompts.builders import (
     prompt_versions,
     repair_messages,
 )
+from undertow.prompts.operations import FUSED, REPLIES, PromptName
 from undertow.prompts.reply_schemas import Reply
 
 NAMES: tuple[PromptName, ...] = get_args(PromptName)

@@ -29,7 +29,8 @@ from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.row_codec import control_of, memory_of
 from undertow.engine.tenants.registry import TenantRegistry
-from undertow.prompts.builders import QUERY_OPERATIONS, Prompt
+from undertow.prompts.builders import Prompt
+from undertow.prompts.operations import QUERY_OPERATIONS
 
 from .oracles.a_mem import OracleAMem
 from .oracles.eager import OracleEager

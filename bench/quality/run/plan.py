@@ -14,7 +14,8 @@ from undertow.bench.quality.run.answers import Asked
 from undertow.engine.base.config import Settings
 from undertow.engine.policies.base import Tiers
 from undertow.engine.policies.registry import tiers_of
-from undertow.prompts.builders import QUERY_OPERATIONS, prompt_versions
+from undertow.prompts.builders import prompt_versions
+from undertow.prompts.operations import QUERY_OPERATIONS
 
 # Every setting is in exactly one of SETTINGS, OTHERWISE and RUNNING. SETTINGS: those that shape memories and
 # prompts; the first ones shape the answers only

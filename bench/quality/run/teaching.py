@@ -25,7 +25,7 @@ from undertow.engine.api.views.stats import store_usage
 from undertow.engine.base.config import Settings
 from undertow.engine.base.queries import AnswerQuery
 from undertow.engine.llm.client import BadReply
-from undertow.prompts.builders import QUERY_OPERATIONS
+from undertow.prompts.operations import QUERY_OPERATIONS
 
 RECONSOLIDATION = ("supplement", "revise")
 _LOOK_S = 0.01

@@ -21,7 +21,8 @@ from undertow.engine.llm.client import BadReply, ServerRefused
 from undertow.engine.policies.base import PromptBudget
 from undertow.engine.search.answer_modes import Question as Asked
 from undertow.engine.search.answer_modes import answering
-from undertow.prompts.builders import QUERY_OPERATIONS, ShownMemory
+from undertow.prompts.builders import ShownMemory
+from undertow.prompts.operations import QUERY_OPERATIONS
 
 # Small enough that some chunks fit into 600 tokens.
 HYBRID_CHUNK_TOKENS = 256

@@ -24,7 +24,7 @@ from undertow.engine.base.model import Turn
 from undertow.engine.base.process_tuning import settle_in
 from undertow.engine.llm.client import LLMClient
 from undertow.kernels.gate.factory import make_gate
-from undertow.prompts.builders import Operation
+from undertow.prompts.operations import Operation
 
 REFUSAL_RATE = 0.3  # of the mock's merges
 COLD_TENANTS = 16

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from undertow.engine.cluster.shard_map import ShardMap
-from undertow.prompts.builders import Operation
+from undertow.prompts.operations import Operation
 
 DEFAULT_LOAD = 0.7  # of the engines' capacity to decide, unless a rate is given
 LLM_LOAD = 0.8  # of the servers' slots, when the model chooses their number

@@ -10,7 +10,7 @@ from itertools import islice
 from undertow.engine.base.model import Usage
 from undertow.engine.tenants.registry import ArenaFull, TenantRegistry
 from undertow.engine.tenants.tenant import Tenant
-from undertow.prompts.builders import QUERY_OPERATIONS
+from undertow.prompts.operations import QUERY_OPERATIONS
 
 TENANTS_AT_A_TIME = 256
 

@@ -33,7 +33,8 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Memory, Message, Turn
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.row_codec import memory_of
-from undertow.prompts.builders import Prompt, PromptName, prompt_version, quoted
+from undertow.prompts.builders import Prompt, prompt_version, quoted
+from undertow.prompts.operations import PromptName
 from undertow.prompts.reply_schemas import EPISODE_CHARS, FACT_CHARS
 
 from ...support.engine import ENCODER, RecordingLLM, open_engine, opened, rows_of, settings_of

@@ -18,7 +18,7 @@ from undertow.engine.base.model import Message, Turn
 from undertow.engine.base.results import Report
 from undertow.engine.llm.client import BadReply
 from undertow.engine.storage.row_codec import usage_from_json
-from undertow.prompts.builders import QUERY_OPERATIONS
+from undertow.prompts.operations import QUERY_OPERATIONS
 
 from ..engine import ENCODER, opened, settings_of
 from ..faults.harness import PARKING, RATES, THETA, TOPICS
