@@ -169,7 +169,7 @@ def evaluate(
     folder = out or Path("-".join(["eval", benchmark, name, *([ablation] if ablation else [])]))
     _check_memories(name, folder, memories_of)
     if teach and (name != "himem" or not settings.himem_self_evolution):
-        raise WrongUsage("--teach works only with --policy himem and its self-evolution. Leave it out.")
+        raise WrongUsage("--teach works only with --policy himem, and with self-evolution. Leave it out.")
     judge = _judge_settings(settings, judge_llm, judge_model, judge_prompt)
     samples = _samples(data, benchmark, settings, only)
     chosen = None if only is None else tuple(sample.tenant for sample in samples)
