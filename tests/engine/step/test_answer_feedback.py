@@ -46,7 +46,7 @@ def test_an_answer_waits_for_no_commit_of_what_it_teaches(end: str, tmp_path: Pa
             log = engine.tenants.get("ann")
             last = log.control(log.next_seq - 1)
             assert last is not None and last.kind == "flush", "what was taught stands before it"
-    assert counts(tmp_path) == (1, 1)
+    assert counts(tmp_path) == (1, 0), "the episodes alone were given"
 
 
 def test_a_disk_without_room_for_lessons_costs_no_answer(
@@ -137,8 +137,8 @@ def test_a_tenants_lessons_are_committed_together(tmp_path: Path, monkeypatch: p
 
         monkeypatch.setattr(engine.journal, "append", watched)
         engine.step()
-        assert [kinds for kinds in commits if "control" in kinds] == [["control"] * 6]
-    assert counts(tmp_path) == (3, 3)
+        assert [kinds for kinds in commits if "control" in kinds] == [["control"] * 3]
+    assert counts(tmp_path) == (3, 0), "the episodes alone were given"
 
 
 def test_the_queue_is_bounded_and_handed_out_by_tenant() -> None:
