@@ -204,13 +204,7 @@ def test_what_the_notes_missed_is_taken_over_after_the_answer(tmp_path: Path) ->
 def test_an_answer_that_is_let_go_between_its_calls_asks_no_more_and_is_metered_once(tmp_path: Path) -> None:
     llm = HeldLLM(Judging())
     with open_engine(tmp_path, llm, **BEST) as engine:
-        engine.add_batch(sessions()[:3])
-        settle(engine)
-        before = len(llm.prompts["ann"])
-        asked = engine.ask(AnswerQuery("ann", QUESTION))
-        llm.release()
-        while len(llm.prompts["ann"]) < before + 2:
-            assert engine.heard(asked) is None
+        asked = judged_once(engine, llm)
         assert engine.usage("ann").get("sufficiency") is None, "the second judgement is under way"
         for _ in range(2):
             engine.let_go(asked)
