@@ -48,7 +48,12 @@ class Question:
     @property
     def is_scored(self) -> bool:
         """Whether its evidence is looked for."""
-        return bool(self.evidence) and self.category not in (ADVERSARIAL, ABSTENTION)
+        return bool(self.evidence) and not self.has_no_answer
+
+    @property
+    def has_no_answer(self) -> bool:
+        """Whether the conversation does not tell the answer."""
+        return self.category in (ADVERSARIAL, ABSTENTION)
 
     @property
     def is_answered(self) -> bool:

@@ -30,7 +30,7 @@ EpisodeText = Literal["narrative", "messages"]
 # Whether one LLM call asks for what the papers ask for in several.
 CallForm = Literal["fused", "paper"]
 
-ANSWER_TOKENS = 800
+ANSWER_TOKENS = 600
 
 # theta (sim and merge), theta_count: RecMem, sections 3.6 and 4.1. The thetas belong to its encoder.
 PROFILES: dict[str, tuple[float, int]] = {"companion": (0.7, 5), "assistant": (0.6, 4), "paper": (0.7, 5)}
@@ -117,7 +117,7 @@ class Settings(BaseSettings):
     # The answering prompt (prompts/templates/shared). None: notes, and paper under the profile "paper".
     answer_style: AnswerStyle | None = None
     # What an answer is given: the best of all tiers in so many tokens (engine/search/packing.py). 0: the
-    # counts below, whatever their length. None: 800, and 0 under the profile "paper".
+    # counts below, whatever their length. None: 600, and 0 under the profile "paper".
     answer_tokens: int | None = Field(default=None, ge=0)
     # Answering: values that are not set come from the policy (its `tiers`; RecMem has 10, 5 and 10, section
     # 3.5), except that k_sem = 2 k_epi if only k_epi is set. 0 disables a tier: k_sub = 0 is "without

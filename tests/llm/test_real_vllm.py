@@ -30,6 +30,7 @@ from undertow.prompts.builders import (
     refine_prompt,
 )
 from undertow.prompts.reply_schemas import MergeReply
+from undertow.serving import doctor
 from undertow.serving.vllm.local_server import SERVER_PYTHON
 
 from ..support.engine import opened, rows_of, settings_of, turn_of
@@ -164,6 +165,13 @@ def test_schemas_hold_for_many_requests_at_once_and_they_share_steps(
     # one request at a time takes a step a token
     steps = after["vllm:iteration_tokens_total_count"] - before["vllm:iteration_tokens_total_count"]
     assert 0 < steps < generated / 2
+
+
+def test_the_doctor_finds_that_it_takes_all_that_is_sent(tiny_vllm: KeptServer) -> None:
+    """Token limit, temperature, seed, and a schema with lengths: nothing has to be left out."""
+    found = doctor._server(Settings(llm_url=tiny_vllm.url, llm_model="tiny", reply_tokens=1_500))
+    assert "refuses" not in found.text
+    assert found.ok and found.text == f"{tiny_vllm.url} serves tiny"
 
 
 def test_usage_counts_the_tokens_of_the_template_and_the_reply(

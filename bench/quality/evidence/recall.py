@@ -1,4 +1,7 @@
-"""Evidence recall without an LLM: how much of each question's evidence the engine's search finds."""
+"""Evidence recall without an LLM: how much of each question's evidence the engine's search finds.
+
+And whether the best score tells the questions that the conversation answers from those that it does not.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import orjson
 
 from undertow.bench.quality.datasets import Question, Sample
@@ -50,6 +54,14 @@ def summary(scores: Sequence[tuple[str, Score]]) -> dict[str, object]:
         by_category.setdefault(category, []).append(one)
     every = [one for _, one in scores]
     return {**_means(every), "by_category": {name: _means(of) for name, of in by_category.items()}}
+
+
+def auroc(answered: Sequence[float], unanswered: Sequence[float]) -> float | None:
+    """The chance that a question with an answer has the higher score, ties half; None if a side is empty."""
+    if not answered or not unanswered:
+        return None
+    above = np.subtract.outer(answered, unanswered)
+    return round(float(((above > 0) + 0.5 * (above == 0)).mean()), 4)
 
 
 def _means(scores: Sequence[Score]) -> dict[str, float | int | None]:
@@ -96,17 +108,17 @@ def retrieve(
     samples: Iterable[Sample],
     on_question: Callable[[], None] = lambda: None,
 ) -> Iterator[Retrieved]:
-    """Search for each scored question, and rerank if the engine is set to.
+    """Search for each scored question and each without an answer, and rerank if the engine is set to.
 
     The engine is empty at first and encodes with `vectors`.
     """
     k = max(DEPTHS)
     depth = k if engine.settings.rerank == "off" else max(k, engine.settings.rerank_candidates)
     for sample in samples:
-        scored = [question for question in sample.questions if question.is_scored]
-        vectors.encode_queries([question.text for question in scored])  # one by one would make small batches
+        asked = [question for question in sample.questions if question.is_scored or question.has_no_answer]
+        vectors.encode_queries([question.text for question in asked])  # one by one would make small batches
         place = {receipt.id: n for n, receipt in enumerate(engine.add_batch(sample.turns))}
-        for question in scored:
+        for question in asked:
             found = engine.search(sample.tenant, question.text, k_sub=depth, k_epi=0, k_sem=0)
             hits = engine.reranked(question.text, found).turns[:k]
             yield Retrieved(question, hits, tuple(sample.holds[place[hit.id]] for hit in hits))
@@ -114,14 +126,21 @@ def retrieve(
 
 
 def write_evidence(retrieved: Iterable[Retrieved], folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """Write one line a question and the summary, which begins with `about`; returns the summary."""
+    """Write one line a scored question and the summary, which begins with `about`; returns the summary."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SUMMARY).unlink(missing_ok=True)  # an earlier run's summary must not stand beside new lines
     scores = []
+    best: dict[bool, list[float]] = {True: [], False: []}  # by whether there is an answer
     with (folder / EVIDENCE).open("wb") as lines:
         for one in retrieved:
-            lines.write(orjson.dumps(one.line(), option=orjson.OPT_APPEND_NEWLINE))
-            scores.append((one.question.category, one.score))
+            best[one.question.is_scored].append(one.hits[0].score if one.hits else -1.0)
+            if one.question.is_scored:
+                lines.write(orjson.dumps(one.line(), option=orjson.OPT_APPEND_NEWLINE))
+                scores.append((one.question.category, one.score))
     told = {**about, **summary(scores)}
+    told["unanswerable"] = {
+        "questions": len(best[False]),
+        "auroc_of_best_score": auroc(best[True], best[False]),
+    }
     write_json(folder / SUMMARY, told)
     return told

@@ -3,6 +3,7 @@
     python -m undertow.serving.vllm.local_server &
     python -m undertow.bench.quality.real_model.prompt_suite --llm http://127.0.0.1:8000/v1 --out FILE
 
+Of other policies and calls with UNDERTOW_POLICY and UNDERTOW_CALLS.
 Each log of `prompt_suite_cases.json` is a tenant. Its first four turns fire, the fifth may be merged, and a
 flush reads what else says much. A planted detail names its turn and patterns of words, all of which one
 memory must have, and no other turn has. `when`: patterns of the date that a relative time must be worked out
@@ -170,9 +171,10 @@ def measure(settings: Settings, out: Path, llm: LLMClient | None = None) -> dict
         told = {**summary(outcomes), "parked": engine.stats()["dead_letters"]}
     for outcome in outcomes:
         outcome["usage"] = {operation: asdict(usage) for operation, usage in outcome["usage"].items()}
-    about = {"bench": "prompt-suite", "model": settings.llm_model, "commit": commit(), "machine": describe()}
-    versions = {"prompt_versions": prompt_versions(settings.style_of_answers)}
-    write_json(out, {**about, **versions, "summary": told, "outcomes": outcomes})
+    about: dict[str, Any] = {"bench": "prompt-suite", "policy": settings.policy, "calls": settings.call_form}
+    about |= {"model": settings.llm_model, "commit": commit(), "machine": describe()}
+    about |= {"prompt_versions": prompt_versions(settings.style_of_answers)}
+    write_json(out, {**about, "summary": told, "outcomes": outcomes})
     return told
 
 

@@ -14,7 +14,7 @@ import pytest
 from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import load
 from undertow.bench.quality.evidence import fact_dates
-from undertow.bench.quality.evidence.recall import Score, score, summary
+from undertow.bench.quality.evidence.recall import Score, auroc, score, summary
 from undertow.bench.quality.run.summary import UNCLEAR, difference
 from undertow.bench.quality.systems.registry import SYSTEMS
 from undertow.bench.quality.systems.telling import Telling
@@ -99,6 +99,11 @@ def test_gold_answers_and_dates(tmp_path: Path) -> None:
         list(load(written(tmp_path, haystack(question_date="some day")), "longmemeval", 1000))
 
 
+def test_auroc_is_the_share_of_pairs_in_order_with_ties_half() -> None:
+    assert auroc([0.9, 0.5, 0.5], [0.5, 0.1]) == round((2 + 1.5 + 1.5) / 6, 4)
+    assert auroc([0.0], [1.0]) == 0.0 and auroc([], [1.0]) is None
+
+
 def test_a_run_on_a_made_up_conversation(tmp_path: Path) -> None:
     path = written(tmp_path, conversation())
     told = evaluated(path, tmp_path / "out").doc
@@ -106,6 +111,7 @@ def test_a_run_on_a_made_up_conversation(tmp_path: Path) -> None:
     # four turns in all, so everything that exists is found; D9:9 is nowhere
     assert told["evidence_recall_at_5"] == told["evidence_recall_at_20"] == 0.6667
     assert told["by_category"]["open-domain"]["evidence_recall_at_20"] == 0.0
+    assert told["unanswerable"]["questions"] == 1 and 0 <= told["unanswerable"]["auroc_of_best_score"] <= 1
     lines = lines_of(tmp_path / "out" / "evidence.jsonl")
     assert [line["id"] for line in lines] == ["made-up:0", "made-up:1", "made-up:4"]
     assert lines[0]["retrieved"][0]["holds"] == ["D1:1", "D1:2"]
@@ -168,6 +174,8 @@ def test_longmemeval_counts_answer_sessions_and_leaves_abstention_out(tmp_path: 
     told = evaluated(path, tmp_path / "out", benchmark="longmemeval").doc
     assert (told["questions"], told["left_out"]) == (1, 1)
     assert (told["evidence_recall_at_5"], told["mrr"]) == (1.0, 1.0)
+    # the same question of the same messages
+    assert told["unanswerable"] == {"questions": 1, "auroc_of_best_score": 0.5}
     assert list(told["by_category"]) == ["single-session-user"]
     sample = next(load(path, "longmemeval", 1000))
     assert sample.holds == (("s1",), ("s2",), ("s2",))

@@ -23,7 +23,7 @@ def measure_evidence(plan: Plan, budgets: list[int], *, gold: bool, as_json: boo
 
 
 def _measure_recall(plan: Plan, *, as_json: bool) -> None:
-    """Search for every scored question, write the evidence found into the folder and show a summary."""
+    """Search for every question, write the evidence found into the folder and show a summary."""
     from undertow.bench.quality.evidence.recall import retrieve, write_evidence
     from undertow.bench.quality.vectors import KeptVectors
     from undertow.engine.api.engine import Engine
@@ -31,14 +31,14 @@ def _measure_recall(plan: Plan, *, as_json: bool) -> None:
     from undertow.serving.cli.progress import Bar
 
     began_s = time.perf_counter()
-    questions = sum(len(s.questions) for s in plan.samples)
-    scored = sum(q.is_scored for s in plan.samples for q in s.questions)
+    questions = [q for s in plan.samples for q in s.questions]
+    asked = sum(q.is_scored or q.has_no_answer for q in questions)
     about: dict[str, Any] = {
         "benchmark": plan.benchmark,
         "data": plan.data.name,
         "samples": len(plan.samples),
         "turns": sum(len(s.turns) for s in plan.samples),
-        "left_out": questions - scored,
+        "left_out": sum(not q.is_scored for q in questions),
         "encoder": plan.settings.encoder,
         "search": plan.settings.search,
         "rerank": plan.settings.rerank,
@@ -49,11 +49,11 @@ def _measure_recall(plan: Plan, *, as_json: bool) -> None:
         Engine(Path(store), plan.settings, kept) as engine,
         Bar() as bar,
     ):
-        done = iter(range(1, scored + 1))
+        done = iter(range(1, asked + 1))
 
         def show() -> None:
             count = next(done)
-            bar.show(f"{count:,} of {scored:,} questions", count, scored)
+            bar.show(f"{count:,} of {asked:,} questions", count, asked)
 
         summary = write_evidence(retrieve(engine, kept, plan.samples, on_question=show), plan.folder, about)
     kept.save()
@@ -102,6 +102,10 @@ def _put(summary: dict[str, Any], folder: Path, *, as_json: bool) -> None:
         return
     rows = list(_rows(summary))
     put_table(rows, [name for name in rows[0] if name != "questions"] + ["questions"])
+    without = summary["unanswerable"]
+    if without["auroc_of_best_score"] is not None:
+        count, area = without["questions"], without["auroc_of_best_score"]
+        say(f"Best score against {count} questions without an answer: AUROC {area:.3f} (chance: 0.5)")
     say(f"What was found for each question: {folder}")
 
 
