@@ -30,24 +30,37 @@ Line = tuple[date, str]
 Others = Literal["next to it", "anywhere", "most alike"]
 
 
-def shares(samples: Sequence[Sample], others: Others, seed: int = 0) -> dict[str, Any]:
+def shares(samples: Sequence[Sample], company: Others, seed: int = 0) -> dict[str, Any]:
     """The share of facts dated within a day of their turn, by what replies name: as named, and as checked."""
-    rng = random.Random(seed)
+    rng, picked = random.Random(seed), random.Random(seed)
     dated: dict[str, list[tuple[bool, bool]]] = {"the right turn": [], "a wrong turn": [], "all turns": []}
+    of_two: list[tuple[bool, bool]] = []
     for sample in samples:
         lines, observed = _lines(sample), sample.observed()
         words = [telling_words(text) for _, text in lines]
         for place, (_, line) in enumerate(lines):
             for fact in observed.get(line, ()):
-                shown = _shown(rng, words, place, others)
+                shown = _shown(rng, words, place, company)
                 wrong = rng.choice([n for n in shown if n != place])
+                said = {n: words[n] for n in shown}
                 for named, held in zip(([place], [wrong], shown), dated.values(), strict=True):
-                    says = turns_that_say(telling_words(fact), named, {n: words[n] for n in shown})
-                    held.append((_is_of(lines, place, named), _is_of(lines, place, says)))
+                    says = turns_that_say(telling_words(fact), named, said)
+                    held.append((_is_of(lines, [place], named), _is_of(lines, [place], says)))
+                if others := [n for n in shown if n != place and observed.get(lines[n][1])]:
+                    other = picked.choice(others)
+                    both = f"{fact} {observed[lines[other][1]][0]}"
+                    says = turns_that_say(telling_words(both), [place], said)
+                    right = [place, other]
+                    of_two.append((_is_of(lines, right, [place]), _is_of(lines, right, says)))
+    dated["one of two turns"] = of_two
     return {
-        name: {"as named": _share(a for a, _ in held), "as checked": _share(b for _, b in held)}
+        name: {
+            "as named": _share(a for a, _ in held),
+            "as checked": _share(b for _, b in held),
+            "facts": len(held),
+        }
         for name, held in dated.items()
-    } | {"facts": len(dated["all turns"])}
+    }
 
 
 def _lines(sample: Sample) -> list[Line]:
@@ -72,8 +85,9 @@ def _shown(rng: random.Random, words: Sequence[frozenset[str]], place: int, othe
     return sorted({place, *rest[: SHOWN - 1]})
 
 
-def _is_of(lines: Sequence[Line], place: int, rests_on: Sequence[int]) -> bool:
-    return abs((max(lines[n][0] for n in rests_on) - lines[place][0]).days) <= 1
+def _is_of(lines: Sequence[Line], right: Sequence[int], rests_on: Sequence[int]) -> bool:
+    """Whether the last of the turns is within a day of the last of the right ones."""
+    return abs((max(lines[n][0] for n in rests_on) - max(lines[n][0] for n in right)).days) <= 1
 
 
 def _share(held: Iterator[bool]) -> float:
