@@ -330,7 +330,9 @@ def test_the_date_of_a_fact_is_checked_against_its_words(
     both = talk(["I booked a flight to Rome.", "Nice, take the red suitcase."], "Ann", "Ben")
     both |= {"session_2_date_time": "1:00 pm on 30 December, 2024"}
     both["session_2"] = [{**m, "dia_id": m["dia_id"].replace("D1", "D2")} for m in later]
-    facts = observed(("Ann flies to Rome; the flight is booked.", "D1:1"), ("Ann's kitchen oven is broken.", "D2:1"))
+    facts = observed(
+        ("Ann flies to Rome; the flight is booked.", "D1:1"), ("Ann's kitchen oven is broken.", "D2:1")
+    )
     path = written(tmp_path, conversation(conversation=both, qa=[], observation=facts))
     monkeypatch.setattr(fact_dates, "SHOWN", 4)
     for others in get_args(fact_dates.Others):
