@@ -158,10 +158,11 @@ def evaluate(
     name = _known(policy)
     at = {"llm": "off" if evidence_only else llm, "model": llm_model, "encoder": encoder}
     settings = _settings(name, ablation, **at, **asdict(thresholds), answer_style=answer_style)
+    samples = _samples(data, benchmark, settings, only)
+    chosen = None if only is None else tuple(sample.tenant for sample in samples)
     if evidence_only:
-        samples, folder = _samples(data, benchmark, settings, only), out or Path(f"eval-{benchmark}")
-        what = (benchmark, data, tuple(samples), name, settings, None, folder)
-        plan = Plan(*what, vectors=vectors, memories_of=memories_of)
+        what = (benchmark, data, tuple(samples), name, settings, None, out or Path(f"eval-{benchmark}"))
+        plan = Plan(*what, only=chosen, vectors=vectors, memories_of=memories_of)
         measure_evidence(plan, budgets, gold=gold_memories, as_json=as_json)
         return
     if settings.llm_url is None:
@@ -171,8 +172,6 @@ def evaluate(
     if teach and (name != "himem" or not settings.himem_self_evolution):
         raise WrongUsage("--teach works only with --policy himem, and with self-evolution. Leave it out.")
     judge = _judge_settings(settings, judge_llm, judge_model, judge_prompt)
-    samples = _samples(data, benchmark, settings, only)
-    chosen = None if only is None else tuple(sample.tenant for sample in samples)
     plan = Plan(
         *(benchmark, data, tuple(samples), name, settings, judge, folder, judge_prompt, chosen),
         *(questions, repeats or 1, vectors, memories_of),
