@@ -288,20 +288,6 @@ def constructed(url: str) -> int:
     return sum(calls for operation, calls in server_stats(url)["calls"].items() if operation != "answer")
 
 
-def test_evidence_in_a_budget_of_the_memories_of_a_run_over_some_samples(
-    boat: Path, out: Path, tmp_path: Path, url: str
-) -> None:
-    some = ("--theta-sim", "0.4", "--theta-count", "3", "--sample", "made-up")
-    assert evaluated(boat, out, url, *some, "--judge-llm", "off").code == 0
-    model = json.loads((out / "run.json").read_text())["llm_model"]
-    of = ("--memories-of", out, "--llm-model", model, "--evidence-only", "--tokens", "200")
-    fixed = ("eval", "locomo", "--data", boat, "--out", tmp_path / "evidence", "--json")
-    told = run(*fixed, *some, *of).doc
-    assert [system["system"] for system in told["systems"]] == ["turns-only", "naive-rag-hybrid", "recmem"]
-    refused = run(*fixed, *some[:-2], *of)
-    assert refused.code == 1 and "only ['made-up'], now None" in refused.err
-
-
 def test_other_answers_come_of_the_same_memories(boat: Path, out: Path, tmp_path: Path, url: str) -> None:
     thetas = ("--theta-sim", "0.4", "--theta-count", "3", "--judge-llm", "off")
     whole, calls = evaluated(boat, out, url, *thetas).doc, constructed(url)

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from undertow.bench.mock.server import spawn_server
 from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import load
 from undertow.bench.quality.evidence import fact_dates
@@ -341,3 +342,18 @@ def test_the_date_of_a_fact_is_checked_against_its_words(
         assert {of["as checked"] for of in told.values()} == {1.0}
         assert told["one of two turns"]["as named"] == 0.5
         assert told["all turns"]["as named"] == 0.5
+
+
+def test_evidence_in_a_budget_of_the_memories_of_a_run_over_some_samples(tmp_path: Path) -> None:
+    texts = (f"the wooden boat and its varnish, day {n}" for n in range(1, 15))
+    path = written(tmp_path, conversation(conversation=talk(texts)), conversation(sample_id="other"))
+    fixed = ("eval", "locomo", "--data", path, "--json", "--theta-sim", "0.4", "--theta-count", "3")
+    some, out = ("--sample", "made-up"), tmp_path / "out"
+    with spawn_server() as url:
+        assert run(*fixed, *some, "--out", out, "--llm", url, "--judge-llm", "off").code == 0
+    model = json.loads((out / "run.json").read_text())["llm_model"]
+    of = ("--memories-of", out, "--llm-model", model, "--evidence-only", "--tokens", "200")
+    told = run(*fixed, *some, *of, "--out", tmp_path / "evidence").doc
+    assert [system["system"] for system in told["systems"]] == ["turns-only", "naive-rag-hybrid", "recmem"]
+    refused = run(*fixed, *of, "--out", tmp_path / "evidence")
+    assert refused.code == 1 and "only ['made-up'], now None" in refused.err
