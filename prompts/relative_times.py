@@ -17,8 +17,13 @@ _MONTHS = (
 _WEEKDAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 _SUNDAY = 6
 _NUMBERS = {"a": 1, "an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7}
-_DAYS = {"the day before yesterday": -2, "yesterday": -1, "last night": -1}
-_DAYS |= {"tomorrow": 1, "the day after tomorrow": 2}
+_DAYS = {
+    "the day before yesterday": -2,
+    "yesterday": -1,
+    "last night": -1,
+    "tomorrow": 1,
+    "the day after tomorrow": 2,
+}
 # months with a capital alone: "what comes next may surprise you"
 _AROUND = f"week|weekend|month|year|{'|'.join(_WEEKDAYS)}|(?-i:{'|'.join(_MONTHS)})"
 # what stands before it makes another time of it: "half a year ago", "1.5 years ago", "twenty-two days ago"

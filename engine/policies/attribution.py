@@ -20,8 +20,8 @@ TRUSTED, CLEAR, ADDED, REPEATED = 0.3, 0.25, 0.35, 0.66
 """Least weight of the turns that a reply names, as a share of that of the turn that fits best; the share of
 the fact's words that this one has at least; the least weight that a further turn adds, as a share of what the
 better ones have; and the share of a fact's words that an earlier turn has if the fact only repeats it."""
-UNNAMED_WORDS, UNNAMED = 3, 0.1
-"""The fact's words that a turn that is not named must add to the others: so many, and this share of all."""
+NEW_WORDS, NEW = 3, 0.1
+"""A turn with so many of the fact's words that the others lack, and this share of all, counts in any case."""
 
 Key = TypeVar("Key", int, tuple[int, int])
 """The seq of a turn, or a message: the seq of its turn, and its line in it."""
@@ -31,9 +31,9 @@ def turns_that_say(fact: Set[str], named: Collection[Key], shown: Mapping[Key, S
     """The turns, or messages, that say a fact, ascending. All texts are given by their telling words.
 
     A word counts 1/n if n of the shown turns have it, and nothing if all do. The named turns stay unless
-    another fits clearly better; then that one counts instead, the first of equals. A named turn that adds few
-    words to the others is left out. A fact may be packed of several turns: another one is added while it has
-    enough words that the others lack. `named`, if no word distinguishes the turns.
+    another fits clearly better; then that one counts instead, the first of equals. A named turn that adds
+    little to the others is left out. A fact may be packed of several turns: any turn is added that has enough
+    words that the others lack. `named`, if no word distinguishes the turns.
     """
     every = {number: fact & said for number, said in shown.items()}
     spread = Counter(word for has in every.values() for word in has)
@@ -55,11 +55,16 @@ def turns_that_say(fact: Set[str], named: Collection[Key], shown: Mapping[Key, S
             kept.append(number)
             covered |= held[number]
     while True:
-        further = max(sorted(held), key=lambda number: len(held[number] - covered))
-        if len(held[further] - covered) < max(UNNAMED_WORDS, UNNAMED * len(fact)):
+        further = max(sorted(held), key=lambda number: _amount(held[number] - covered))
+        if _amount(held[further] - covered) < max(NEW_WORDS, NEW * _amount(fact)):
             return tuple(sorted(kept))
         kept.append(further)
         covered |= held[further]
+
+
+def _amount(words: Set[str]) -> float:
+    """How many words; a pair of characters of a language without spaces is half of one."""
+    return sum(0.5 if UNSPACED.match(word) else 1.0 for word in words)
 
 
 def repeated(fact: Set[str], said: Mapping[Key, Set[str]], before: Mapping[Key, Set[str]]) -> tuple[Key, ...]:

@@ -170,7 +170,6 @@ def test_schemas_hold_for_many_requests_at_once_and_they_share_steps(
 def test_the_doctor_finds_that_it_takes_all_that_is_sent(tiny_vllm: KeptServer) -> None:
     """Token limit, temperature, seed, and a schema with lengths: nothing has to be left out."""
     found = doctor._server(Settings(llm_url=tiny_vllm.url, llm_model="tiny", reply_tokens=1_500))
-    assert "refuses" not in found.text
     assert found.ok and found.text == f"{tiny_vllm.url} serves tiny"
 
 

@@ -83,7 +83,9 @@ def test_what_the_server_refuses_is_an_error_with_its_words(pooling: LocalVLLM) 
         EndpointEncoder(too_long).encode(["x" * 4_000])
 
 
-def test_stored_vectors_are_kept_and_an_outage_loses_no_turn(pooling: LocalVLLM, tmp_path: Path) -> None:
+def test_stored_vectors_are_kept_and_in_an_outage_turns_are_found_by_words(
+    pooling: LocalVLLM, tmp_path: Path
+) -> None:
     """Keep it the last one here: it stops the server."""
     of = settings(pooling)
     turns = turns_of("ann", 12)

@@ -62,6 +62,8 @@ def test_a_language_without_spaces_is_told_apart_by_pairs_of_characters() -> Non
     shown = {1: "李雷: 我对花生过敏", 2: "李雷: 下周去北京出差", 3: "李雷: 谢谢你"}
     assert turns_that_say(telling_words("李雷对花生过敏。"), [2], words_of(shown)) == (1,)
     assert turns_that_say(telling_words("李雷去北京出差。"), [2], words_of(shown)) == (2,)
+    with_a_name = {1: "我对花生过敏", 2: "欧阳修文来了", 3: "谢谢你"}
+    assert turns_that_say(telling_words("欧阳修文对花生过敏。"), [1], words_of(with_a_name)) == (1,)
 
 
 def test_a_merge_repeats_an_older_turn_only_if_that_says_most_of_the_fact() -> None:

@@ -1,7 +1,8 @@
-"""Under the profile `paper` RecMem, NEMORI and HiMem decide as the code of 9a385df did, which had no other.
+"""Under the profile `paper` RecMem, NEMORI and HiMem decide as at commit 9a385df, before there were profiles
+of calls, salient turns and shares.
 
-`former_decisions.json` was recorded with that commit by the functions below. `python -m
-tests.policies.test_paper_profile POLICY...` prints what the code decides now.
+`former_decisions.json` was printed there by `python -m tests.policies.test_paper_profile`. With
+UNDERTOW_PROFILE=paper that command prints what this code decides.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import hashlib
 import json
 import random
 import re
-import sys
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -31,7 +31,16 @@ from ..support.faults.harness import TOPICS
 from ..support.oracles.run import OracleMemory
 
 RECORDED = Path(__file__).with_name("former_decisions.json")
-SETTINGS = {"theta_sim": 0.5, "theta_merge": 0.6, "theta_count": 3, "window_messages": 8, "theta_evoke": 0.5}
+THETAS = {"theta_sim": 0.5, "theta_merge": 0.6, "theta_count": 3, "theta_evoke": 0.5}
+# name: policy, words of a topic's ten that a turn has, and settings. "usual" has the profile's own thetas.
+RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "recmem": ("recmem", 6, THETAS),
+    "recmem-usual": ("recmem", 9, {}),
+    "nemori": ("nemori", 6, THETAS | {"window_messages": 8}),
+    "himem": ("himem", 6, THETAS),
+}
+# What the other profiles do by default, and the test suite switches off.
+WITH_SALIENCE = {"salience_turns": 16, "quiet_share": 0.7, "answer_tokens": None}
 
 
 class Replies(MockReplies):
@@ -86,26 +95,26 @@ class RepliesByOperation(RecordingLLM):
         return super().submit(prompt, tenant=tenant)
 
 
-def _log(tenant: str) -> list[Turn]:
+def _log(tenant: str, words: int) -> list[Turn]:
     rng = random.Random(tenant)
-    said = [" ".join(rng.sample(rng.choice(TOPICS[:3]).split(), 6)) for _ in range(40)]
+    said = [" ".join(rng.sample(rng.choice(TOPICS[:3]).split(), words)) for _ in range(40)]
     turns = [
-        turn_of(tenant, n, f"{words} m{n}", timestamp=f"2026-03-{1 + n // 2:02d}T10:00:00")
-        for n, words in enumerate(said)
+        turn_of(tenant, n, f"{text} m{n}", timestamp=f"2026-03-{1 + n // 2:02d}T10:00:00")
+        for n, text in enumerate(said)
     ]
     return [replace(turn, session_id=f"s{n // 9}") for n, turn in enumerate(turns)]
 
 
-def _decided(folder: Path, policy: str, **more: Any) -> dict[str, list[Any]]:
-    """Decisions, versions and calls of two tenants. A fact's sources are left out."""
+def _decided(folder: Path, name: str, **more: Any) -> dict[str, list[Any]]:
+    """Decisions, versions and calls of two tenants. Of RecMem's facts not the sources, which D1 changed."""
     llm = RepliesByOperation(MockReplies())
     tenants = ["t0", "t1"]
-    settings = settings_of(policy=policy, **SETTINGS, **more)
-    with opened(folder / policy, settings, ENCODER, llm) as engine:
+    policy, words, settings = RUNS[name]
+    with opened(folder / name, settings_of(policy=policy, **settings, **more), ENCODER, llm) as engine:
         for tenant in tenants:
-            ingest(engine, _log(tenant), 40)
+            ingest(engine, _log(tenant, words), 40)
         assert engine.drain()
-    run = read_back(folder / policy, llm.prompts)
+    run = read_back(folder / name, llm.prompts)
     lines: dict[str, list[Any]] = {}
     for tenant in tenants:
         decisions = [
@@ -113,35 +122,48 @@ def _decided(folder: Path, policy: str, **more: Any) -> dict[str, list[Any]]:
             for d in run.decisions[tenant]
         ]
         versions = [
-            [m.made_at_seq, m.born_at_seq, m.ordinal, m.version, m.kind, m.fact_kind, m.episode_id, _told(m)]
+            [m.made_at_seq, m.born_at_seq, m.ordinal, m.version, m.kind, m.fact_kind, m.episode_id, told]
             for m in by_birth(run.versions[tenant])
+            for told in [_told(m, with_sources=policy != "recmem" or m.kind == "episode")]
         ]
         lines[tenant] = [*decisions, *versions, " ".join(p.operation for p in run.prompts[tenant])]
     as_read: dict[str, list[Any]] = json.loads(json.dumps(lines))
     return as_read
 
 
-def _told(memory: OracleMemory) -> str:
-    told = f"{memory.text} {memory.sources if memory.kind == 'episode' else ''}"
-    return hashlib.blake2b(told.encode(), digest_size=6).hexdigest()
+def _told(memory: OracleMemory, *, with_sources: bool) -> str:
+    """A digest of the text, the memories that it replaces, and where it comes from."""
+    told: list[Any] = [memory.text, memory.supersedes]
+    if with_sources:
+        told += [memory.sources, memory.source_messages, memory.timestamp]
+    return hashlib.blake2b(json.dumps(told).encode(), digest_size=6).hexdigest()
 
 
-@pytest.mark.parametrize("policy", ["recmem", "nemori", "himem"])
-def test_the_profile_paper_decides_as_the_former_code(policy: str, tmp_path: Path) -> None:
-    former = json.loads(RECORDED.read_text())[policy]
-    now = _decided(tmp_path, policy, profile="paper")
+@pytest.mark.parametrize("name", RUNS)
+def test_the_profile_paper_decides_as_the_former_code(name: str, tmp_path: Path) -> None:
+    former = json.loads(RECORDED.read_text())[name]
+    now = _decided(tmp_path, name, profile="paper", **WITH_SALIENCE)
     assert now.keys() == former.keys()
     for tenant, lines in former.items():
         assert now[tenant] == lines, tenant
     every = json.dumps(former)
-    assert all(kind in every for kind in ('"fired"', '"waits"', '"episode"', '"fact"')), "what is compared"
+    kinds = {"fired", "waits", "episode", "fact"} | ({"merged"} if name == "recmem" else set())
+    assert all(f'"{kind}"' in every for kind in kinds), "what is compared"
 
 
-def test_the_usual_profile_decides_otherwise(tmp_path: Path) -> None:
-    former = json.loads(RECORDED.read_text())["recmem"]
-    assert _decided(tmp_path, "recmem") != former
+@pytest.mark.parametrize("name", ["recmem", "recmem-usual"])
+def test_with_the_calls_of_the_paper_alone_other_turns_fire(name: str, tmp_path: Path) -> None:
+    former = json.loads(RECORDED.read_text())[name]
+    now = _decided(tmp_path, name, calls="paper", **WITH_SALIENCE)
+    fired = [[line[0] for line in of["t0"] if line[1] == "fired"] for of in (former, now)]
+    assert fired[0] != fired[1]
+
+
+def test_the_profile_paper_packs_no_answer_into_a_budget() -> None:
+    assert settings_of(profile="paper", answer_tokens=None).answer_budget == 0
+    assert settings_of(answer_tokens=None).answer_budget == 600
 
 
 if __name__ == "__main__":
     with TemporaryDirectory() as folder:
-        print(json.dumps({policy: _decided(Path(folder), policy) for policy in sys.argv[1:]}))
+        print(json.dumps({name: _decided(Path(folder), name) for name in RUNS}))

@@ -4,8 +4,8 @@
 
 Each observation stands for a fact of a reply, its message for the turn that says it. A prompt shows that
 turn among 15 others: next to it, from the whole conversation, or those with most words in common with it, as
-in a cluster. The reply names the right turn, a wrong one
-or all, and `turns_that_say` checks it against the words.
+in a cluster. The reply names the right turn, a wrong one or all. Or a fact is packed of two turns'
+observations, word for word, and the reply names one of the two. `turns_that_say` checks what is named.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Others = Literal["next to it", "anywhere", "most alike"]
 
 def shares(samples: Sequence[Sample], company: Others, seed: int = 0) -> dict[str, Any]:
     """The share of facts dated within a day of their turn, by what replies name: as named, and as checked."""
-    rng, picked = random.Random(seed), random.Random(seed)
+    rng, picked = random.Random(seed), random.Random(seed)  # so that each draws the same without the other
     dated: dict[str, list[tuple[bool, bool]]] = {"the right turn": [], "a wrong turn": [], "all turns": []}
     of_two: list[tuple[bool, bool]] = []
     for sample in samples:
@@ -46,8 +46,8 @@ def shares(samples: Sequence[Sample], company: Others, seed: int = 0) -> dict[st
                 for named, held in zip(([place], [wrong], shown), dated.values(), strict=True):
                     says = turns_that_say(telling_words(fact), named, said)
                     held.append((_is_of(lines, [place], named), _is_of(lines, [place], says)))
-                if others := [n for n in shown if n != place and observed.get(lines[n][1])]:
-                    other = picked.choice(others)
+                if observed_too := [n for n in shown if n != place and observed.get(lines[n][1])]:
+                    other = picked.choice(observed_too)
                     both = f"{fact} {observed[lines[other][1]][0]}"
                     says = turns_that_say(telling_words(both), [place], said)
                     right = [place, other]
@@ -60,6 +60,7 @@ def shares(samples: Sequence[Sample], company: Others, seed: int = 0) -> dict[st
             "facts": len(held),
         }
         for name, held in dated.items()
+        if held
     }
 
 

@@ -1,6 +1,6 @@
 """Evidence recall without an LLM: how much of each question's evidence the engine's search finds.
 
-And whether the best score tells the questions that the conversation answers from those that it does not.
+It also measures whether the best score tells the questions that the conversation answers from the others.
 """
 
 from __future__ import annotations
@@ -130,17 +130,18 @@ def write_evidence(retrieved: Iterable[Retrieved], folder: Path, about: dict[str
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SUMMARY).unlink(missing_ok=True)  # an earlier run's summary must not stand beside new lines
     scores = []
-    best: dict[bool, list[float]] = {True: [], False: []}  # by whether there is an answer
+    best_with_answer, best_without = [], []
     with (folder / EVIDENCE).open("wb") as lines:
         for one in retrieved:
-            best[one.question.is_scored].append(one.hits[0].score if one.hits else -1.0)
-            if one.question.is_scored:
+            best = one.hits[0].score if one.hits else -1.0
+            if one.question.has_no_answer:
+                best_without.append(best)
+            else:
+                best_with_answer.append(best)
                 lines.write(orjson.dumps(one.line(), option=orjson.OPT_APPEND_NEWLINE))
                 scores.append((one.question.category, one.score))
     told = {**about, **summary(scores)}
-    told["unanswerable"] = {
-        "questions": len(best[False]),
-        "auroc_of_best_score": auroc(best[True], best[False]),
-    }
+    area = auroc(best_with_answer, best_without)
+    told["without_answer"] = {"questions": len(best_without), "auroc_of_best_score": area}
     write_json(folder / SUMMARY, told)
     return told

@@ -3,7 +3,7 @@
     python -m undertow.serving.vllm.local_server &
     python -m undertow.bench.quality.real_model.prompt_suite --llm http://127.0.0.1:8000/v1 --out FILE
 
-Of other policies and calls with UNDERTOW_POLICY and UNDERTOW_CALLS.
+UNDERTOW_POLICY and UNDERTOW_CALLS choose another policy or form of calls.
 Each log of `prompt_suite_cases.json` is a tenant. Its first four turns fire, the fifth may be merged, and a
 flush reads what else says much. A planted detail names its turn and patterns of words, all of which one
 memory must have, and no other turn has. `when`: patterns of the date that a relative time must be worked out

@@ -112,7 +112,9 @@ def test_a_run_on_a_made_up_conversation(tmp_path: Path) -> None:
     # four turns in all, so everything that exists is found; D9:9 is nowhere
     assert told["evidence_recall_at_5"] == told["evidence_recall_at_20"] == 0.6667
     assert told["by_category"]["open-domain"]["evidence_recall_at_20"] == 0.0
-    assert told["unanswerable"]["questions"] == 1 and 0 <= told["unanswerable"]["auroc_of_best_score"] <= 1
+    assert (
+        told["without_answer"]["questions"] == 1 and 0 <= told["without_answer"]["auroc_of_best_score"] <= 1
+    )
     lines = lines_of(tmp_path / "out" / "evidence.jsonl")
     assert [line["id"] for line in lines] == ["made-up:0", "made-up:1", "made-up:4"]
     assert lines[0]["retrieved"][0]["holds"] == ["D1:1", "D1:2"]
@@ -176,7 +178,7 @@ def test_longmemeval_counts_answer_sessions_and_leaves_abstention_out(tmp_path: 
     assert (told["questions"], told["left_out"]) == (1, 1)
     assert (told["evidence_recall_at_5"], told["mrr"]) == (1.0, 1.0)
     # the same question of the same messages
-    assert told["unanswerable"] == {"questions": 1, "auroc_of_best_score": 0.5}
+    assert told["without_answer"] == {"questions": 1, "auroc_of_best_score": 0.5}
     assert list(told["by_category"]) == ["single-session-user"]
     sample = next(load(path, "longmemeval", 1000))
     assert sample.holds == (("s1",), ("s2",), ("s2",))

@@ -23,7 +23,7 @@ def measure_evidence(plan: Plan, budgets: list[int], *, gold: bool, as_json: boo
 
 
 def _measure_recall(plan: Plan, *, as_json: bool) -> None:
-    """Search for every question, write the evidence found into the folder and show a summary."""
+    """Search for the questions with evidence or without an answer; write what is found, show a summary."""
     from undertow.bench.quality.evidence.recall import retrieve, write_evidence
     from undertow.bench.quality.vectors import KeptVectors
     from undertow.engine.api.engine import Engine
@@ -102,7 +102,7 @@ def _put(summary: dict[str, Any], folder: Path, *, as_json: bool) -> None:
         return
     rows = list(_rows(summary))
     put_table(rows, [name for name in rows[0] if name != "questions"] + ["questions"])
-    without = summary["unanswerable"]
+    without = summary["without_answer"]
     if without["auroc_of_best_score"] is not None:
         count, area = without["questions"], without["auroc_of_best_score"]
         say(f"Best score against {count} questions without an answer: AUROC {area:.3f} (chance: 0.5)")
