@@ -61,6 +61,7 @@ def test_poison_turns_are_parked_and_all_others_stored_in_order(
     before = len(encoder.asked)
     again = sender.add([turns[7], turn_of("ann", 99, "new")])
     assert [r["status"] for r in again] == ["parked", "stored"]
+    assert ask(shard, DrainCommand())
     (first, *of_memories) = encoder.asked[before:]
     assert len(first) == 1 and "new" in first[0]
     assert not any(word in text for texts in of_memories for text in texts for word in encoder.words)
