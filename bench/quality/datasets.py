@@ -56,6 +56,11 @@ class Question:
         return self.category in (ADVERSARIAL, ABSTENTION)
 
     @property
+    def is_searched(self) -> bool:
+        """Whether a measurement of evidence searches for it."""
+        return self.is_scored or self.has_no_answer
+
+    @property
     def is_answered(self) -> bool:
         """Whether it is asked, and its answer judged."""
         return self.category != ADVERSARIAL

@@ -20,7 +20,7 @@ TRUSTED, CLEAR, ADDED, REPEATED = 0.3, 0.25, 0.35, 0.66
 """Least weight of the turns that a reply names, as a share of that of the turn that fits best; the share of
 the fact's words that this one has at least; the least weight that a further turn adds, as a share of what the
 better ones have; and the share of a fact's words that an earlier turn has if the fact only repeats it."""
-NEW_WORDS, NEW = 3, 0.1
+NEW_WORDS, NEW_SHARE = 3, 0.1
 """A turn with so many of the fact's words that the others lack, and this share of all, counts in any case."""
 
 Key = TypeVar("Key", int, tuple[int, int])
@@ -56,7 +56,7 @@ def turns_that_say(fact: Set[str], named: Collection[Key], shown: Mapping[Key, S
             covered |= held[number]
     while True:
         further = max(sorted(held), key=lambda number: _amount(held[number] - covered))
-        if _amount(held[further] - covered) < max(NEW_WORDS, NEW * _amount(fact)):
+        if _amount(held[further] - covered) < max(NEW_WORDS, NEW_SHARE * _amount(fact)):
             return tuple(sorted(kept))
         kept.append(further)
         covered |= held[further]

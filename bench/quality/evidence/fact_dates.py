@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from statistics import fmean
@@ -30,37 +31,33 @@ Line = tuple[date, str]
 Others = Literal["next to it", "anywhere", "most alike"]
 
 
-def shares(samples: Sequence[Sample], company: Others, seed: int = 0) -> dict[str, Any]:
+def shares(samples: Sequence[Sample], others: Others, seed: int = 0) -> dict[str, Any]:
     """The share of facts dated within a day of their turn, by what replies name: as named, and as checked."""
     rng, picked = random.Random(seed), random.Random(seed)  # so that each draws the same without the other
-    dated: dict[str, list[tuple[bool, bool]]] = {"the right turn": [], "a wrong turn": [], "all turns": []}
-    of_two: list[tuple[bool, bool]] = []
+    dated: defaultdict[str, list[tuple[bool, bool]]] = defaultdict(list)
     for sample in samples:
         lines, observed = _lines(sample), sample.observed()
         words = [telling_words(text) for _, text in lines]
         for place, (_, line) in enumerate(lines):
             for fact in observed.get(line, ()):
-                shown = _shown(rng, words, place, company)
+                shown = _shown(rng, words, place, others)
                 wrong = rng.choice([n for n in shown if n != place])
                 said = {n: words[n] for n in shown}
-                for named, held in zip(([place], [wrong], shown), dated.values(), strict=True):
+                replies = {"the right turn": [place], "a wrong turn": [wrong], "all turns": shown}
+                for name, named in replies.items():
                     says = turns_that_say(telling_words(fact), named, said)
-                    held.append((_is_of(lines, [place], named), _is_of(lines, [place], says)))
+                    dated[name].append((_is_of(lines, [place], named), _is_of(lines, [place], says)))
                 if observed_too := [n for n in shown if n != place and observed.get(lines[n][1])]:
                     other = picked.choice(observed_too)
                     both = f"{fact} {observed[lines[other][1]][0]}"
                     says = turns_that_say(telling_words(both), [place], said)
                     right = [place, other]
-                    of_two.append((_is_of(lines, right, [place]), _is_of(lines, right, says)))
-    dated["one of two turns"] = of_two
+                    dated["one of two turns"].append(
+                        (_is_of(lines, right, [place]), _is_of(lines, right, says))
+                    )
     return {
-        name: {
-            "as named": _share(a for a, _ in held),
-            "as checked": _share(b for _, b in held),
-            "facts": len(held),
-        }
+        name: {"as named": _share(held, 0), "as checked": _share(held, 1), "facts": len(held)}
         for name, held in dated.items()
-        if held
     }
 
 
@@ -91,8 +88,8 @@ def _is_of(lines: Sequence[Line], right: Sequence[int], rests_on: Sequence[int])
     return abs((max(lines[n][0] for n in rests_on) - max(lines[n][0] for n in right)).days) <= 1
 
 
-def _share(held: Iterator[bool]) -> float:
-    return round(fmean(held), 3)
+def _share(held: Sequence[tuple[bool, bool]], which: int) -> float:
+    return round(fmean(one[which] for one in held), 3)
 
 
 def main(

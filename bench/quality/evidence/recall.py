@@ -58,10 +58,8 @@ def summary(scores: Sequence[tuple[str, Score]]) -> dict[str, object]:
 
 def auroc(answered: Sequence[float], unanswered: Sequence[float]) -> float | None:
     """The chance that a question with an answer has the higher score, ties half; None if a side is empty."""
-    if not answered or not unanswered:
-        return None
     above = np.subtract.outer(answered, unanswered)
-    return round(float(((above > 0) + 0.5 * (above == 0)).mean()), 4)
+    return round(float(((above > 0) + 0.5 * (above == 0)).mean()), 4) if above.size else None
 
 
 def _means(scores: Sequence[Score]) -> dict[str, float | int | None]:
@@ -115,7 +113,7 @@ def retrieve(
     k = max(DEPTHS)
     depth = k if engine.settings.rerank == "off" else max(k, engine.settings.rerank_candidates)
     for sample in samples:
-        asked = [question for question in sample.questions if question.is_scored or question.has_no_answer]
+        asked = [question for question in sample.questions if question.is_searched]
         vectors.encode_queries([question.text for question in asked])  # one by one would make small batches
         place = {receipt.id: n for n, receipt in enumerate(engine.add_batch(sample.turns))}
         for question in asked:

@@ -32,7 +32,7 @@ def _measure_recall(plan: Plan, *, as_json: bool) -> None:
 
     began_s = time.perf_counter()
     questions = [q for s in plan.samples for q in s.questions]
-    asked = sum(q.is_scored or q.has_no_answer for q in questions)
+    asked = sum(q.is_searched for q in questions)
     about: dict[str, Any] = {
         "benchmark": plan.benchmark,
         "data": plan.data.name,
@@ -103,9 +103,8 @@ def _put(summary: dict[str, Any], folder: Path, *, as_json: bool) -> None:
     rows = list(_rows(summary))
     put_table(rows, [name for name in rows[0] if name != "questions"] + ["questions"])
     without = summary["without_answer"]
-    if without["auroc_of_best_score"] is not None:
-        count, area = without["questions"], without["auroc_of_best_score"]
-        say(f"Best score against {count} questions without an answer: AUROC {area:.3f} (chance: 0.5)")
+    if (area := without["auroc_of_best_score"]) is not None:
+        say(f"Best score, {without['questions']} questions without an answer: AUROC {area:.3f} (chance: 0.5)")
     say(f"What was found for each question: {folder}")
 
 
