@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +52,24 @@ class Ran:
         return [json.loads(line) for line in self.out.splitlines()]
 
 
+@contextmanager
+def logging_restored() -> Iterator[None]:
+    """The logging of before comes back, not a handler of `serve` whose stream is closed."""
+    root, ours = logging.getLogger(), logging.getLogger("undertow")
+    before = (root.handlers[:], root.level, ours.level)
+    try:
+        yield
+    finally:
+        root.handlers[:], root.level = before[0], before[1]
+        ours.setLevel(before[2])
+
+
 def run(*args: str | Path, env: dict[str, str] | None = None, answer: str | None = None) -> Ran:
     """One command in this process; whatever it raises counts as a failure of the test."""
-    done = CliRunner().invoke(
-        app, [str(a) for a in args], env=ENV | (env or {}), input=answer, catch_exceptions=False
-    )
+    with logging_restored():
+        done = CliRunner().invoke(
+            app, [str(a) for a in args], env=ENV | (env or {}), input=answer, catch_exceptions=False
+        )
     return Ran(done.exit_code, done.stdout, done.stderr)
 
 

@@ -28,6 +28,7 @@ from undertow.serving.http import hosting
 from undertow.serving.telemetry.logs import JSONLines, set_up
 from undertow.serving.telemetry.tracing import LinkedSampler, Tracing
 
+from ...support.cli import logging_restored
 from ...support.cluster.in_process import FailingEncoder
 from ...support.service.http import Running, at, said, serving
 
@@ -40,18 +41,13 @@ POISON = f"{CANARY}poison"
 @contextmanager
 def logged(level: int = logging.INFO) -> Iterator[io.StringIO]:
     """What the process logs, as the service sets it up; the logging of before comes back."""
-    root, ours = logging.getLogger(), logging.getLogger("undertow")
-    before = (root.handlers[:], root.level, ours.level)
     stream = io.StringIO()
-    try:
+    with logging_restored():
         set_up(level)
-        (handler,) = root.handlers
+        (handler,) = logging.getLogger().handlers
         assert isinstance(handler, logging.StreamHandler)
         handler.setStream(stream)
         yield stream
-    finally:
-        root.handlers[:], root.level = before[0], before[1]
-        ours.setLevel(before[2])
 
 
 def lines(stream: io.StringIO) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn, memory_id, time_key
@@ -215,17 +215,13 @@ class OracleRecMem(Oracle):
         if not reply.same_story:
             return False
         sources = tuple(sorted({*old.sources, seq}))
-        new = OracleMemory(
-            id=old.id,
-            kind="episode",
+        new = replace(
+            old,
             version=old.version + 1,
             text=reply.narrative,
             sources=sources,
             made_at_seq=seq,
-            born_at_seq=old.born_at_seq,
-            ordinal=old.ordinal,
             timestamp=self._latest(sources),
-            shown=old.shown,
         )
         draft = _Draft([new])
         if isinstance(reply, MergeFactsReply):
@@ -253,18 +249,7 @@ class OracleRecMem(Oracle):
             numbers = told.turns
             valid = bool(numbers) and all(1 <= n <= len(ordered) for n in numbers)
             sources = tuple(sorted({ordered[n - 1] for n in numbers})) if valid else cluster
-            episode = OracleMemory(
-                id=memory_id(self.tenant, 1, seq, "episode", ordinal),
-                kind="episode",
-                version=1,
-                text=told.text,
-                sources=sources,
-                made_at_seq=seq,
-                born_at_seq=seq,
-                ordinal=ordinal,
-                timestamp=self._latest(sources),
-                shown=tuple(sorted(set(cluster) - set(sources))),
-            )
+            episode = self._born(seq, "episode", ordinal, told.text, sources, cluster)
             draft.versions.append(episode)
             episodes.append(episode)
         heard: list[str] = []
@@ -338,25 +323,27 @@ class OracleRecMem(Oracle):
             elif time_key(self._latest(sources)) < time_key(old.timestamp):
                 sources = tuple(sorted({turns[n - 1] for n in says} or turns))
             links = (old.id,) if old else ()
-            draft.versions.append(
-                OracleMemory(
-                    id=memory_id(self.tenant, 1, seq, "fact", ordinal),
-                    kind="fact",
-                    version=1,
-                    text=told.text,
-                    sources=sources,
-                    made_at_seq=seq,
-                    born_at_seq=seq,
-                    ordinal=ordinal,
-                    timestamp=self._latest(sources),
-                    supersedes=links,
-                    shown=tuple(sorted(set(turns) - set(sources))),
-                    episode_id=episode_id,
-                    fact_kind=told.kind,
-                )
-            )
+            fact = self._born(seq, "fact", ordinal, told.text, sources, turns)
+            draft.versions.append(replace(fact, supersedes=links, episode_id=episode_id, fact_kind=told.kind))
 
     # helpers
+
+    def _born(
+        self, seq: int, kind: str, ordinal: int, text: str, sources: tuple[int, ...], shown: Sequence[int]
+    ) -> OracleMemory:
+        """The first version of a memory."""
+        return OracleMemory(
+            id=memory_id(self.tenant, 1, seq, kind, ordinal),
+            kind=kind,
+            version=1,
+            text=text,
+            sources=sources,
+            made_at_seq=seq,
+            born_at_seq=seq,
+            ordinal=ordinal,
+            timestamp=self._latest(sources),
+            shown=tuple(sorted(set(shown) - set(sources))),
+        )
 
     def _joined(self, turns: Sequence[int]) -> str:
         return "\n".join(self._turns[s].text for s in turns)
