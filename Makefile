@@ -102,12 +102,12 @@ gpu: ## where there is a card: gpu-tests, gpu-sanitize and gpu-bench
 	@$(MAKE) --no-print-directory --keep-going -j1 gpu-tests gpu-sanitize gpu-bench \
 		|| $(call hint,The lines above name what failed. docs/gpu.md says how to read each.)
 
-gpu-tests: $(GPU_SETUP) ## the tests that need a card, and gate.cu compiled by nvcc
+gpu-tests: $(GPU_SETUP) ## the tests that need a card, and gate.cu's machine code
 	@failed=; mkdir -p $(GPU_LOGS); export PYTHONPATH="src:$$PYTHONPATH"; \
 	echo "==> GPU tests"; \
 	$(GPU_PYTEST) -m gpu $(GPU_TESTS) | tee $(GPU_LOGS)/tests.log \
 		&& $(call some_passed,$(GPU_LOGS)/tests.log) || failed="$$failed tests"; \
-	echo "==> gate.cu compiled by nvcc"; \
+	echo "==> gate.cu's machine code"; \
 	$(GPU_PYTEST) tests/kernels/test_gate_compile.py | tee $(GPU_LOGS)/compile.log \
 		&& $(call some_passed,$(GPU_LOGS)/compile.log) || failed="$$failed compile"; \
 	test -z "$$failed" || $(call hint,What failed:$$failed. The output is in $(GPU_LOGS).)

@@ -1,10 +1,8 @@
-"""gate.cu compiles for the cards it is meant for, and its inner loop stays in registers."""
+"""gate.cu compiles for the cards it is meant for, and its machine code is as intended."""
 
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -13,62 +11,60 @@ import pytest
 
 from undertow.kernels.gate.cuda_gate import BLOCK_THREADS, BLOCKS_PER_SM, WARP, Rings, source
 
+from ..support.kernels import nvrtc
+
 REGISTERS_PER_SM = 65_536
 # of sm_90, for one block
 SHARED_BYTES = 227 << 10
 
 
-@pytest.fixture
-def nvcc(lacking: Callable[[str], NoReturn]) -> str:
-    return shutil.which("nvcc") or lacking("nvcc on the PATH, to compile gate.cu")
+@pytest.fixture(autouse=True)
+def packages(lacking: Callable[[str], NoReturn]) -> None:
+    if nvrtc.library() is None or nvrtc.tools() is None:
+        lacking("NVRTC and Triton, from packages, to compile gate.cu")
 
 
-def compiled(nvcc: str, folder: Path, *options: str) -> str:
-    """What the compiler says about gate.cu; an error of it is an AssertionError."""
-    (folder / "gate.cu").write_text(source())
-    command = [nvcc, "-std=c++17", *options, str(folder / "gate.cu"), "-o", str(folder / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("dim", [64, 72, 384, 1024])
-def test_it_compiles_without_spills_and_fills_the_card(
-    arch: str, dim: int, nvcc: str, tmp_path: Path
-) -> None:
-    options = ("-cubin", f"-arch={arch}", f"-DDIM={dim}", "-Xptxas", "-v", "-Werror", "all-warnings")
-    report = compiled(nvcc, tmp_path, *options)
-    assert {"scan", "tally", "merge"} <= set(re.findall(r"Compiling entry function '(\w+)'", report))
-    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+def compiled(arch: str, dim: int, *options: str) -> tuple[bytes, int]:
+    """(machine code, most registers of a thread). AssertionError: a warning, or spilled registers."""
+    code, said = nvrtc.compiled(source(), f"-arch={arch}", f"-DDIM={dim}", "-Xptxas=-v", *options)
+    assert "warning" not in said, said
+    assert {"scan", "tally", "merge"} <= set(re.findall(r"Compiling entry function '(\w+)'", said))
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
     assert spills and set(spills) == {("0", "0", "0")}
-    registers = max(int(count) for count in re.findall(r"Used (\d+) registers", report))
-    assert registers * BLOCK_THREADS * BLOCKS_PER_SM <= REGISTERS_PER_SM
+    return code, max(int(count) for count in re.findall(r"Used (\d+) registers", said))
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("dim", [64, 72, 384, 1024])
+def test_it_compiles_without_spills_and_fills_the_card(arch: str, dim: int) -> None:
+    assert compiled(arch, dim)[1] * BLOCK_THREADS * BLOCKS_PER_SM <= REGISTERS_PER_SM
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize(("dim", "warps", "stages"), [(8, 16, 3), (64, 16, 3), (384, 8, 1), (768, 4, 1)])
-def test_with_rings_it_fits_a_multiprocessor_of_sm_90(
-    dim: int, warps: int, stages: int, nvcc: str, tmp_path: Path
-) -> None:
+def test_with_rings_it_fits_a_multiprocessor(arch: str, dim: int, warps: int, stages: int) -> None:
     rings = Rings.fitting(dim, SHARED_BYTES)
     assert rings and (rings.warps, rings.stages) == (warps, stages)
     assert rings.shared_bytes == warps * stages * (32 * 2 * dim + 8) <= SHARED_BYTES
-    options = ("-cubin", "-arch=sm_90", f"-DDIM={dim}", *rings.options, "-Xptxas", "-v")
-    report = compiled(nvcc, tmp_path, *options)
-    assert set(re.findall(r"(\d+) bytes spill", report)) == {"0"}
-    registers = max(int(count) for count in re.findall(r"Used (\d+) registers", report))
-    assert registers * rings.warps * WARP <= REGISTERS_PER_SM
+    assert compiled(arch, dim, *rings.options)[1] * rings.warps * WARP <= REGISTERS_PER_SM
     assert Rings.fitting(1024, SHARED_BYTES) is None, "four warps do not fit"
 
 
-def test_the_scan_keeps_many_loads_on_their_way(nvcc: str, tmp_path: Path) -> None:
+def test_the_scan_keeps_many_loads_on_their_way(tmp_path: Path) -> None:
     """At least 12 loads of 16 bytes a lane are issued before the first product waits for one."""
-    if (cuobjdump := shutil.which("cuobjdump")) is None or shutil.which("nvdisasm") is None:
-        pytest.skip("cuobjdump and nvdisasm are not on the PATH: machine code is not looked at")
-    compiled(nvcc, tmp_path, "-cubin", "-arch=sm_90", "-DDIM=384")
-    command = [cuobjdump, "-sass", "-fun", "scan", str(tmp_path / "out")]
-    code = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert code[: code.index("HMMA")].count("LDG.E.128") >= 12
+    scan = nvrtc.disassembled(compiled("sm_90", 384)[0], "scan", tmp_path)
+    assert scan[: scan.index("HMMA")].count("LDG.E.128") >= 12
+    assert "UBLKCP" not in scan, "no bulk copies where no rings were asked for"
+
+
+def test_with_rings_rows_come_by_bulk_copies_and_go_to_the_tensor_cores(tmp_path: Path) -> None:
+    """The copy engine brings rows to shared memory and reports to a barrier; lanes load queries alone."""
+    rings = Rings.fitting(384, SHARED_BYTES)
+    assert rings
+    scan = nvrtc.disassembled(compiled("sm_90", 384, *rings.options)[0], "scan", tmp_path)
+    before = scan[scan.index("UBLKCP") : scan.index("HMMA.16816.F32")]
+    assert "SYNCS.ARRIVE" in scan and "SYNCS.PHASECHK" in before
+    assert before.count("LDS.128") >= 6 and before.count("LDG.E.128") <= 3
 
 
 def test_it_needs_no_header() -> None:
