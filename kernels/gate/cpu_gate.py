@@ -207,7 +207,7 @@ class NumbaGate(PlannedGate):
         return fit_rows(queries, self.arena.dim)
 
     def _read(self, probes: Probes) -> GateReadings:
-        return read_few(self.arena, probes) if are_few(self.arena, probes) else super()._read(probes)
+        return read_few(self.arena.dim, probes) if are_few(probes) else super()._read(probes)
 
     def _run(self, probes: Probes, plan: Plan) -> GateReadings:
         cells = Cells(

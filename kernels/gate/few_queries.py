@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.kernels.arena.arena import PRESENT, Arena
+from undertow.kernels.arena.arena import PRESENT
 from undertow.kernels.arena.compiled_rows import bytes_at, halves_at, jit, lean
 from undertow.kernels.error_bounds import error_slack
-from undertow.kernels.gate.gate import NO_SEGMENT, GateReadings, Probes
+from undertow.kernels.gate.gate import GateReadings, Probes
 from undertow.kernels.gate.plan import starts_of
 from undertow.kernels.gate.scan import (
     TILE,
@@ -29,23 +29,16 @@ Float64s = NDArray[np.float64]
 FEW_QUERIES, FEW_ROWS = 64, 16_384
 
 
-def are_few(arena: Arena, probes: Probes) -> bool:
+def are_few(probes: Probes) -> bool:
     """Whether `read_few` is the quicker way."""
     if probes.turn_flags is not None or len(probes) > FEW_QUERIES:
         return False
-    episodes = probes.episode_segments[probes.episode_segments != NO_SEGMENT]
-    return int(probes.visible.sum()) + int(arena.locate(episodes)[2].sum()) <= FEW_ROWS
+    return int(probes.visible.sum() + probes.places.episode_rows.sum()) <= FEW_ROWS
 
 
-def read_few(arena: Arena, probes: Probes) -> GateReadings:
+def read_few(dim: int, probes: Probes) -> GateReadings:
     """The readings of a host arena, as any other gate has them."""
-    count, none = len(probes), probes.episode_segments == NO_SEGMENT
-    turns, turn_flags, _ = arena.locate(probes.turn_segments)
-    # a query without episodes reads none of its turns' segment
-    episodes, episode_flags, lengths = arena.locate(
-        np.where(none, probes.turn_segments, probes.episode_segments)
-    )
-    lengths = np.where(none, 0, lengths)
+    count, at = len(probes), probes.places
     starts = starts_of(probes.k)
     rows, scores = np.empty(starts[-1], np.int64), np.empty(starts[-1])
     found = GateReadings(
@@ -59,12 +52,12 @@ def read_few(arena: Arena, probes: Probes) -> GateReadings:
     _read(
         probes.queries.ctypes.data,
         probes.queries.shape,
-        (turns, turn_flags, probes.visible),
-        (episodes, episode_flags, lengths),
+        (at.turns, at.turn_flags, probes.visible),
+        (at.episodes, at.episode_flags, at.episode_rows),
         probes.turn_flag,
         probes.theta,
         starts,
-        error_slack(arena.dim),
+        error_slack(dim),
         (found.nearest_row, found.nearest_score, found.count, found.offsets, rows, scores),
     )
     listed = found.offsets[-1]

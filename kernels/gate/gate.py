@@ -8,7 +8,7 @@ depend on the batch, the device or the number of threads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +49,16 @@ class GateReadings:
         return self.count > np.diff(self.offsets)
 
 
+class Places(NamedTuple):
+    """Addresses of each query's rows and their flags, int64 [q] each: valid until the arena changes."""
+
+    turns: Int64s
+    turn_flags: Int64s
+    episodes: Int64s
+    episode_flags: Int64s
+    episode_rows: Int64s  # their number, 0 for no segment
+
+
 @dataclass(frozen=True)
 class Probes:
     """Checked input of one call; see `Gate.read`. `visible` and `k` are capped at the segment's rows."""
@@ -59,6 +69,7 @@ class Probes:
     visible: Int64s
     theta: Float64s
     k: Int64s
+    places: Places
     turn_flag: int = LIVE  # only turn rows with this flag are read
     turn_flags: torch.Tensor | None = None  # uint8 [rows] in place of the only segment's flags
 
@@ -77,6 +88,7 @@ class Probes:
             visible=self.visible[some],
             theta=self.theta[some],
             k=self.k[some],
+            places=Places(*(column[some] for column in self.places)),
         )
 
 
@@ -165,9 +177,15 @@ class Gate:
             raise ValueError(f"theta must be {count} numbers, none of them NaN")
         if (limits < 0).any() or (cuts < 0).any():
             raise ValueError("visible and k must not be negative")
-        self.arena.locate(episodes[episodes != NO_SEGMENT])
-        limits = np.minimum(limits, self.arena.locate(turns)[2])
-        return Probes(admitted, turns, episodes, limits, thetas, np.minimum(cuts, limits))
+        at, flags, rows = self.arena.locate(turns)
+        none = episodes == NO_SEGMENT
+        here = (at, flags, np.zeros_like(rows))
+        if not none.all():
+            here = self.arena.locate(np.where(none, turns, episodes))
+            here[2][none] = 0
+        limits = np.minimum(limits, rows)
+        places = Places(at, flags, *here)
+        return Probes(admitted, turns, episodes, limits, thetas, np.minimum(cuts, limits), places)
 
     def _admit(self, queries: Vectors) -> Any:
         """The checked queries in the form that `_read` takes: here float32 [q, dim]."""
@@ -222,4 +240,4 @@ def _column(name: str, values: ArrayLike, count: int) -> Int64s:
     column = np.asarray(values)
     if column.shape != (count,) or (count and column.dtype.kind not in "iu"):
         raise ValueError(f"{name} must be {count} integers, not {column.dtype} of shape {list(column.shape)}")
-    return column.astype(np.int64)
+    return column.astype(np.int64, copy=False)

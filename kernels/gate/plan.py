@@ -182,7 +182,7 @@ def _sum_up(plan: Plan, pieces: Int64s, step_rows: int) -> None:
     for g in range(len(pieces)):
         rows = plan.group_rows[g]
         stride = max(ceil(rows / (pieces[g] * step_rows)), 1) * step_rows
-        count = ceil(rows / stride)
+        count = min(rows, 1) if stride >= rows else ceil(rows / stride)
         plan.group_stride[g], plan.group_task[g] = stride, tasks
         tasks += count
         for p in range(plan.group_first[g], plan.group_first[g + 1]):
@@ -202,11 +202,12 @@ def _split(plan: Plan, cut: TaskLimits, most_bytes: int) -> None:
     work = 0
     for g in range(groups):
         probes = plan.group_first[g + 1] - plan.group_first[g]
-        pieces[g] = plan.group_rows[g] * ((probes + cut.abreast - 1) // cut.abreast)
+        passes = 1 if probes <= cut.abreast else ceil(probes / cut.abreast)
+        pieces[g] = plan.group_rows[g] * passes
         work += pieces[g]
     target = max(ceil(work / cut.tasks), cut.least_work, 1)
     for g in range(groups):
-        pieces[g] = min(max(ceil(pieces[g] / target), 1), MAX_TASKS)
+        pieces[g] = 1 if pieces[g] <= target else min(ceil(pieces[g] / target), MAX_TASKS)
     while True:
         _sum_up(plan, pieces, cut.step_rows)
         space_bytes = _ENTRY_BYTES * (plan.probe_cell[-1] + plan.probe_list[-1])

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import PRESENT
-from undertow.kernels.gate.gate import NO_SEGMENT, Gate, GateReadings, Probes
+from undertow.kernels.gate.gate import Gate, GateReadings, Probes
 from undertow.kernels.gate.plan import MAX_SPACE_BYTES, GateHits, Plan, ProbeBatch, TaskLimits, lay_out
 
 Int64s = NDArray[np.int64]
@@ -40,23 +40,26 @@ class PlannedGate(Gate, ABC):
         return _joined(self._read(probes.part(0, half)), self._read(probes.part(half, count)))
 
     def _plan(self, probes: Probes, cut: TaskLimits) -> Plan:
-        count, asks = len(probes.turn_segments), np.flatnonzero(probes.episode_segments != NO_SEGMENT)
-        episodes = probes.episode_segments[asks]
-        (turns_at, turn_flags, _), (at, flags, lengths) = map(
-            self.arena.locate, (probes.turn_segments, episodes)
-        )
+        count, asks, places = len(probes), _asks(probes), probes.places
+        lengths, turn_flags = places.episode_rows[asks], places.turn_flags
         if probes.turn_flags is not None:
             turn_flags = np.full_like(turn_flags, probes.turn_flags.data_ptr())
-        asked = ProbeBatch(
-            query=np.concatenate((np.arange(count), asks)),
-            segment=np.concatenate((probes.turn_segments, episodes)),
-            vectors=np.concatenate((turns_at, at)),
-            flags=np.concatenate((turn_flags, flags)),
-            limit=np.concatenate((probes.visible, lengths)),
-            flag=np.repeat(np.array([probes.turn_flag, PRESENT]), (count, len(asks))),
-            theta=np.concatenate((probes.theta, np.full(len(asks), -np.inf))),
-            k=np.concatenate((probes.k, np.minimum(lengths, 1))),
+        turns = ProbeBatch(
+            query=np.arange(count),
+            segment=probes.turn_segments,
+            vectors=places.turns,
+            flags=turn_flags,
+            limit=probes.visible,
+            flag=np.full(count, probes.turn_flag),
+            theta=probes.theta,
+            k=probes.k,
         )
+        episodes = (
+            *(asks, probes.episode_segments[asks], places.episodes[asks], places.episode_flags[asks]),
+            *(lengths, np.full_like(asks, PRESENT), np.full(len(asks), -np.inf), np.ones_like(asks)),
+        )
+        # without episodes nothing is copied
+        asked = ProbeBatch(*map(np.concatenate, zip(turns, episodes, strict=True))) if len(asks) else turns
         return lay_out(asked, cut, self._table, MAX_SPACE_BYTES)
 
     def _table(self, size: int) -> Int64s:
@@ -65,7 +68,7 @@ class PlannedGate(Gate, ABC):
 
     @staticmethod
     def _readings(probes: Probes, found: GateHits) -> GateReadings:
-        count, asks = len(probes.turn_segments), np.flatnonzero(probes.episode_segments != NO_SEGMENT)
+        count, asks = len(probes), _asks(probes)
         turns = found.starts[count]
         nearest_row, nearest_score = np.full(count, -1, np.int64), np.full(count, -np.inf)
         some = asks[np.diff(found.starts[count:]) > 0]
@@ -78,6 +81,11 @@ class PlannedGate(Gate, ABC):
             found.rows[:turns],
             found.scores[:turns],
         )
+
+
+def _asks(probes: Probes) -> Int64s:
+    """The queries with episodes to compare with."""
+    return np.flatnonzero(probes.places.episode_rows)
 
 
 def _joined(one: GateReadings, two: GateReadings) -> GateReadings:
