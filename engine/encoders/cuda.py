@@ -1,7 +1,7 @@
 """The sentence encoder on a CUDA device, in CUDA graphs, with vectors left on the device.
 
-A BERT model runs over packed windows, without padding, in kernels of our own: one shape and one graph. Other
-models, and those without Triton, run their own forward pass over padded batches: a graph per shape.
+A BERT or Qwen3 model runs over packed windows, without padding, in kernels of our own: one shape, one graph.
+Others, and all without Triton, run their own forward pass over padded batches: a graph per shape.
 
 Other texts cannot affect a text's bits. Packed, a kernel computes a token from its window alone, in an order
 that does not depend on where the window stands. Padded, the shape depends on the window's length alone, so
@@ -25,8 +25,9 @@ import numpy as np
 from undertow.engine.encoders.base import OWN_PROMPTS, Encoded, Float16, Prompts, with_prompt
 from undertow.engine.encoders.cpu import Batch, Shape, WindowEncoder
 from undertow.engine.encoders.model_files import DEFAULT_MODEL, Dtype, EncoderError
-from undertow.engine.encoders.packed import PackedModel, bert_of, why_not_packed
+from undertow.engine.encoders.packed import PackedModel, weights_of, why_not_packed
 from undertow.engine.encoders.tokenizer import Int32, Int64, TextWindows, Windows, spread
+from undertow.kernels.encoder.layout import ROW_TILE
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,8 @@ class CudaSentenceEncoder(WindowEncoder):
     `packing_note`: why the model does not run packed, or that it does. `places`: token places of a batch.
     """
 
-    # Token places of a packed batch. Of a batch that is not filled, the kernels skip what is empty.
+    # Token places of a packed batch, or more where a window takes more. Of a batch that is not filled, the
+    # kernels skip what is empty.
     TOKENS = 16_384
 
     # Maximum token places of a padded batch. A single window costs a whole batch, since its shape must not
@@ -97,7 +99,8 @@ class CudaSentenceEncoder(WindowEncoder):
         reason = why_not_packed(self._model, self.fingerprint.dtype, device) if packed else "not wanted"
         self.packing_note = f"padded batches: {reason}" if reason else "packed batches"
         if reason is None:
-            self._pack_into(self.TOKENS if places is None else places)
+            whole_window = -(-self.window // ROW_TILE) * ROW_TILE
+            self._pack_into(max(self.TOKENS, whole_window) if places is None else places)
         elif self.places != self.PLACES:
             self._computed_in(f"batches of {self.places} places")
         # All graphs share one memory pool: capturing the largest first avoids growth.
@@ -108,7 +111,7 @@ class CudaSentenceEncoder(WindowEncoder):
         if tokens < self.window:
             raise ValueError(f"places is {tokens}, but a window takes up to {self.window}")
         self.places = tokens
-        self._packed = PackedModel(bert_of(self._model), tokens)
+        self._packed = PackedModel(weights_of(self._model, self.window), tokens)
         self._shapes = [self._packed.shape]
         self._computed_in("packed batches")
 

@@ -1,6 +1,6 @@
-"""A BERT model over packed windows: which models fit, their weights, and the batches without padding.
+"""A model over packed windows: which models fit, the weights of BERT, and the batches without padding.
 
-`kernels/encoder` has the forward pass. It knows the plain architecture alone; other models keep their own.
+`kernels/encoder` has the forward passes, of plain BERT and Qwen3; other models keep their own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from undertow.engine.encoders.cpu import Batch, Shape
+from undertow.engine.encoders.packed_decoder import decoder_of, why_not_decoder
 from undertow.engine.encoders.tokenizer import Int32, Int64, Windows
 from undertow.kernels.device import why_no_triton
 from undertow.kernels.encoder.layout import QUERY_BLOCK, WIDEST_HEAD, Layout
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from undertow.kernels.encoder.bert import Bert, Layer
+    from undertow.kernels.encoder.decoder import Decoder
     from undertow.kernels.encoder.layer_norm import Norm
     from undertow.kernels.encoder.linear import Weights
 
@@ -38,8 +40,8 @@ _NORMS = ("attention.output.LayerNorm", "output.LayerNorm")
 class PackedModel:
     """A model's forward pass over packed batches of `tokens` token places, each a single row."""
 
-    def __init__(self, bert: Bert, tokens: int) -> None:
-        self._bert = bert
+    def __init__(self, weights: Bert | Decoder, tokens: int) -> None:
+        self._weights = weights
         self.layout = Layout(tokens, tokens // SHORTEST)
         self.shape: Shape = (tokens, 1)
 
@@ -77,7 +79,7 @@ class PackedModel:
 
     def pooled(self, packed: torch.Tensor) -> torch.Tensor:
         """The model over one batch, int32 [layout.size]: float32 [layout.sequences, dim], not normalised."""
-        return self._bert.pooled(self.layout.parts(packed))
+        return self._weights.pooled(self.layout.parts(packed))
 
 
 def why_not_packed(model: Any, dtype: str, device: str) -> str | None:
@@ -88,8 +90,10 @@ def why_not_packed(model: Any, dtype: str, device: str) -> str | None:
         return f"the kernels are for float16, not {dtype}"
     head, *tail = model
     bert: Any = getattr(head, "auto_model", None)
+    if type(head).__name__ == "Transformer" and type(bert).__name__ == "Qwen3Model":
+        return why_not_decoder(bert, tail)
     if type(head).__name__ != "Transformer" or type(bert).__name__ != "BertModel":
-        return f"{type(bert).__name__} is no BertModel"
+        return f"{type(bert).__name__} is no BertModel or Qwen3Model"
     if (reason := _other_form(bert.config)) is not None:
         return reason
     names = {name for name, _ in bert.named_parameters() if not name.startswith("pooler.")}
@@ -127,11 +131,16 @@ def _names(layers: int) -> set[str]:
     return {*embeddings, *both}
 
 
-def bert_of(model: Any) -> Bert:
-    """The weights of a model that `why_not_packed` finds fit: its own memory, but for Q, K and V."""
+def weights_of(model: Any, window: int) -> Bert | Decoder:
+    """The weights of a model that `why_not_packed` finds fit: its own memory, but for Q, K and V.
+
+    `window`: tokens of a window at most.
+    """
     from undertow.kernels.encoder.bert import Bert
 
     bert = model[0].auto_model
+    if type(bert).__name__ == "Qwen3Model":
+        return decoder_of(model, window)
     tables = bert.embeddings
     layers = bert.encoder.layer
     return Bert(

@@ -1,4 +1,4 @@
-"""One vector of each packed window: the mean over its tokens, or its first token."""
+"""One vector of each packed window: the mean over its tokens, or its first or last token."""
 
 from __future__ import annotations
 
@@ -49,3 +49,8 @@ def mean_of_windows(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
 def first_of_windows(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """The first row of each window: float32 [sequences, hidden]; any row for an empty window."""
     return x.index_select(0, starts[:-1].clamp(max=len(x) - 1)).float()
+
+
+def last_of_windows(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """The last row of each window: float32 [sequences, hidden]; any row for an empty window."""
+    return x.index_select(0, (starts[1:] - 1).clamp(min=0)).float()

