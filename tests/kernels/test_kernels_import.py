@@ -109,7 +109,7 @@ except ImportError as error:
 """
 
 
-TRITON = ("attention", "bert", "layer_norm", "linear", "linear_norm", "pool")
+TRITON = ("attention", "bert", "decoder", "decoder_steps", "layer_norm", "linear", "linear_norm", "pool")
 
 
 def test_with_torch_and_numpy_alone_a_device_arena_works() -> None:
