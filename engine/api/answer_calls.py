@@ -77,7 +77,7 @@ class AnswerCalls(SearchCalls):
         if self._llm is None:
             raise NoLLM("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
         tenant, question = query.tenant, query.question
-        rerank = self._begin_rerank(tenant, question)
+        rerank = self.begin_rerank(tenant, question)
         recall = partial(self.recall, tenant, question, rerank)
         try:
             settings = self._settings_of(tenant)

@@ -194,11 +194,9 @@ class SearchCalls(ABC):
         if self._reranker is None or not hits:
             return found
         rerank = Rerank(hits, self._reranker.submit(query, [hit.memory for hit in hits]), math.inf)
-        rerank.scores.result()
-        rerank.settle()
-        return reordered(found, rerank.order)
+        return reordered(found, rerank.wait().order)
 
-    def _begin_rerank(self, tenant: str, question: str) -> Rerank | None:
+    def begin_rerank(self, tenant: str, question: str) -> Rerank | None:
         """Begin to rerank the candidates of an answer; None: reranking is off, or nothing was found."""
         if self._reranker is None:
             return None

@@ -1,4 +1,8 @@
-"""Reranks what a search found with a cross-encoder, on a thread of its own (UNDERTOW_RERANK)."""
+"""Reranks what a search found with a cross-encoder, on a thread of its own (UNDERTOW_RERANK).
+
+A cross-encoder sees a turn without its neighbours, and the search ranks by them and by what a tenant's words
+tell. So neither order replaces the other: they are joined (docs/quality.md, "Reranking").
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.results import Hit, SearchResult
-from undertow.engine.encoders.model_files import model_folder
+from undertow.engine.encoders.model_files import model_folder, working_dtype
 
 if TYPE_CHECKING:
     from undertow.engine.base.config import Settings
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CROSS_ENCODER = "cross-encoder:"
+# of the reciprocal ranks: 5 to 60 make no difference
+FIRST_RANK = 10
 
 
 class Reranker:
@@ -43,8 +49,15 @@ class Reranker:
     def _scores(self, question: str, texts: Sequence[str]) -> list[float]:
         if self._model is None:
             from sentence_transformers import CrossEncoder
+            from torch.nn import Identity
 
-            self._model = CrossEncoder(str(self._folder), device="cpu", local_files_only=True)
+            self._model = CrossEncoder(
+                str(self._folder),
+                device="cpu",
+                local_files_only=True,
+                model_kwargs={"dtype": working_dtype("auto", "cpu")},
+                activation_fn=Identity(),  # probabilities of good pairs are all the same in bfloat16
+            )
         scores = self._model.predict([(question, text) for text in texts], show_progress_bar=False)
         if scores.shape != (len(texts),) or not np.isfinite(scores).all():
             raise UndertowError(
@@ -67,15 +80,22 @@ def make_reranker(settings: Settings) -> Reranker | None:
 
 @dataclass(slots=True)
 class Rerank:
-    """The rerank of one question's hits: under way until `due_s` (time.monotonic).
+    """The rerank of one question's hits, best first: under way until `due_s` (time.monotonic).
 
-    `order`: the hits' ids, best first, once it has come in time; empty: the order of the search stays.
+    `order`: their ids by the reciprocal ranks in both orders (Cormack et al. 2009), once it has come in time;
+    empty: the order of the search stays.
     """
 
     hits: Sequence[Hit]
     scores: Future[list[float]]
     due_s: float
     order: tuple[str, ...] = field(default=())
+
+    def wait(self) -> Self:
+        """Ended, however long it takes. Raises the model's error."""
+        self.scores.result()
+        self.settle()
+        return self
 
     def settle(self) -> str | None:
         """How it ended: "rerank", "rerank_late" or "rerank_failed"; None: it is under way."""
@@ -88,8 +108,12 @@ class Rerank:
         if (error := self.scores.exception()) is not None:
             log.warning("a rerank failed, the order of the search stays: %r", error)
             return "rerank_failed"
-        ranked = sorted(zip(self.scores.result(), self.hits, strict=True), key=lambda one: -one[0])
-        self.order = tuple(hit.id for _, hit in ranked)
+        scores = self.scores.result()
+        by_model = sorted(range(len(scores)), key=lambda place: -scores[place])
+        joined = {
+            place: 1 / (FIRST_RANK + place) + 1 / (FIRST_RANK + rank) for rank, place in enumerate(by_model)
+        }
+        self.order = tuple(self.hits[place].id for place in sorted(joined, key=lambda at: (-joined[at], at)))
         return "rerank"
 
 

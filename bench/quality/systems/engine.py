@@ -78,7 +78,9 @@ class EngineSystem(System):
             )
 
     def material(self, sample: Sample, question: Question) -> Material:
-        return self._given(sample, question, self._engine.recall(sample.tenant, question.text))
+        rerank = self._engine.begin_rerank(sample.tenant, question.text)
+        found = self._engine.recall(sample.tenant, question.text, rerank and rerank.wait())
+        return self._given(sample, question, found)
 
     def _given(self, sample: Sample, question: Question, found: SearchResult) -> Material:
         tenant, memories = sample.tenant, (*found.episodes, *found.facts)

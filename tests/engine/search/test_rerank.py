@@ -20,7 +20,7 @@ from undertow.engine.base.model import UndertowError
 from undertow.engine.base.queries import AnswerQuery
 from undertow.engine.base.results import Hit, SearchResult
 from undertow.engine.base.trace import Phase, Trace
-from undertow.engine.encoders.model_files import EncoderError
+from undertow.engine.encoders.model_files import EncoderError, working_dtype
 from undertow.engine.search.rerank import Reranker, reordered
 
 from ...support.engine import ENCODER, NEVER, RecordingLLM, settings_of, turns_of
@@ -83,6 +83,13 @@ def opened(
     return engine
 
 
+def joined(found: Sequence[Hit], scores: Sequence[float]) -> list[Hit]:
+    """Hits by the sum of their reciprocal ranks in the search's order and in that of the scores."""
+    by_score = sorted(found, key=lambda hit: -scores[found.index(hit)])
+    sums = [1 / (10 + place) + 1 / (10 + by_score.index(hit)) for place, hit in enumerate(found)]
+    return [hit for _, hit in sorted(zip(sums, found, strict=True), key=lambda one: -one[0])]
+
+
 def shown(llm: RecordingLLM, tenant: str = "ann") -> list[str]:
     return lines_under(llm.prompts[tenant][-1], "Turns")
 
@@ -92,7 +99,7 @@ def test_the_answer_is_given_what_the_reranker_likes_best(tmp_path: Path) -> Non
     with opened(tmp_path, llm, phases, FakeReranker(number), rerank_candidates=10) as engine:
         found = engine.search("ann", QUESTION, k_sub=10, k_epi=0, k_sem=0).turns
         engine.answer("ann", QUESTION)
-    best = sorted((number(hit.memory) for hit in found), reverse=True)
+    best = [number(hit.memory) for hit in joined(found, [number(hit.memory) for hit in found])]
     assert [number(line) for line in shown(llm)][:3] == best[:3] != [number(h.memory) for h in found][:3]
     assert phases.seen == ["rerank"]
 
@@ -215,9 +222,10 @@ def test_a_real_cross_encoder_ranks_answers_and_the_evidence_that_is_measured(tm
         question = Question("q", QUESTION, "single-hop", ("3",), "", None)
         sample = Sample("eve", turns, tuple((str(n),) for n in range(60)), (question,))
         (measured,) = retrieve(engine, KeptVectors(ENCODER), [sample])
-    model = CrossEncoder(str(tmp_path / "model"), device="cpu")
+    dtype = {"dtype": working_dtype("auto", "cpu")}
+    model = CrossEncoder(str(tmp_path / "model"), device="cpu", model_kwargs=dtype)
     scores = model.predict([(QUESTION, hit.memory) for hit in found]).tolist()
-    expected = [hit.memory for _, hit in sorted(zip(scores, found, strict=True), key=lambda one: -one[0])]
+    expected = [hit.memory for hit in joined(found, scores)]
     assert [number(line) for line in shown(llm)][:5] == [number(text) for text in expected][:5]
     assert expected[:5] == [hit.memory for hit in measured.hits][:5] != [hit.memory for hit in found][:5]
     assert phases.seen == ["rerank"]
