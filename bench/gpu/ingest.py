@@ -1,19 +1,20 @@
-"""Ingest on the card, end to end: exchanges as Python objects in, durable and searchable turns out."""
+"""Ingest on the card, end to end: tables of exchanges in, durable and searchable turns out."""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from undertow.bench.gpu.figures import Figure, Part, WrongResults
 from undertow.bench.gpu.load import exchanges
 from undertow.bench.gpu.rig import Limits, Rig, Scale
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import Message, Turn
 from undertow.engine.base.trace import Trace
 from undertow.engine.encoders.factory import make_encoder
 
@@ -37,14 +38,15 @@ def measure(rig: Rig, scale: Scale, limits: Limits, **changes: Any) -> Part:
         }
     )
     encoder, batch = make_encoder(settings), settings.queue_turns
-    warm, log = (_turns(n, scale.tenants, seed) for n, seed in ((batch, 7), (scale.ingest_exchanges, 8)))
+    warm, log = (_rows(n, scale.tenants, seed) for n, seed in ((batch, 7), (scale.ingest_exchanges, 8)))
+    before_table, table = map(pa.Table.from_pylist, (warm, log))
     with tempfile.TemporaryDirectory(prefix="undertow-bench-") as folder:
         trace = Trace(Path(folder) / "trace.json")
         with Engine(Path(folder) / "store", settings, encoder, trace=trace) as engine:
-            engine.add_batch(warm)
+            engine.add_table(before_table)
             before, began_s = trace.seconds(), time.perf_counter()
             for start in range(0, len(log), batch):
-                engine.add_batch(log[start : start + batch])
+                engine.add_table(table.slice(start, batch))
             rig.sync()
             elapsed_s = time.perf_counter() - began_s
             spent = {name: s - before.get(name, 0.0) for name, s in trace.seconds().items()}
@@ -77,25 +79,28 @@ def shares(seconds: dict[str, float], elapsed_s: float) -> dict[str, float]:
     return {name: spent_s / elapsed_s for name, spent_s in phases.items()}
 
 
-def _turns(count: int, tenants: int, seed: int) -> list[Turn]:
-    """`count` exchanges, the tenants in turn."""
+def _rows(count: int, tenants: int, seed: int) -> list[dict[str, Any]]:
+    """`count` exchanges in the `messages` format, the tenants in turn."""
     made = []
     for i, text in enumerate(exchanges(count, seed)):
         asked, _, answered = text.partition("\n")
-        messages = tuple(
-            Message(role, words.partition(": ")[2], name)
+        messages = [
+            {"role": role, "content": words.partition(": ")[2], "name": name}
             for role, name, words in (("user", "john", asked), ("assistant", "mary", answered))
             if words.partition(": ")[2]
+        ]
+        made.append(
+            {"tenant": f"tenant-{i % tenants}", "messages": messages, "idempotency_key": f"{seed}-{i}"}
         )
-        made.append(Turn(f"tenant-{i % tenants}", messages, f"{seed}-{i}"))
     return made
 
 
-def _check(engine: Engine, log: Sequence[Turn]) -> None:
+def _check(engine: Engine, log: Sequence[Mapping[str, Any]]) -> None:
     """WrongResults unless every turn is stored, and some are found by their own words."""
     if (stored := engine.stats()["turns"]) != len(log):
         raise WrongResults(f"{stored} turns are stored of {len(log)}")
-    for turn in log[:: max(1, len(log) // _CHECKED)]:
-        found = engine.search(turn.tenant, turn.text, k_sub=1, k_epi=0, k_sem=0).ranked(1)
+    for row in log[:: max(1, len(log) // _CHECKED)]:
+        text = "\n".join(f"{message['name']}: {message['content']}" for message in row["messages"])
+        found = engine.search(row["tenant"], text, k_sub=1, k_epi=0, k_sem=0).ranked(1)
         if not found or found[0].score < 0.99:
-            raise WrongResults(f"a turn of {turn.tenant} is not found by its own text")
+            raise WrongResults(f"a turn of {row['tenant']} is not found by its own text")
