@@ -1,7 +1,7 @@
 """Reranks what a search found with a cross-encoder, on a thread of its own (UNDERTOW_RERANK).
 
-A cross-encoder sees a turn without its neighbours, and the search ranks by them and by what a tenant's words
-tell. So neither order replaces the other: they are joined (docs/quality.md, "Reranking").
+A cross-encoder reads a turn alone; the search knows its neighbours too. So the model's order does not replace
+that of the search: both are joined (docs/quality.md, "Reranking").
 """
 
 from __future__ import annotations

@@ -217,7 +217,11 @@ def test_firing_rates_are_those_of_each_tenant_or_of_parts_of_it(
     whole, vectors = firing_rates.parts_of(turns, None), KeptVectors(HashingEncoder(384))
     told = firing_rates.rates(whole, paper, vectors, observed)
     assert told["fires"]["mean"] == told["requests"]["mean"] == 25.0, "the third turn of each of three topics"
-    assert told["observations_a_turn"] == {"fired": 0.67, "salient": None, "all": 0.5}
+    assert told["observations_a_turn"] == {
+        "fired": {"turns": 9, "mean": 0.6667, "low": 0.0, "high": 1.3333},
+        "salient": {"turns": 0, "mean": None, "low": None, "high": None},
+        "all": {"turns": 12, "mean": 0.5, "low": 0.0, "high": 1.0},
+    }
     assert firing_rates.spread([0.0, 2.0, 4.0]) == {
         **{"mean": 2.0, "deviation": 1.63, "ratio": 0.82, "least": 0.0, "most": 4.0, "none": 1}
     }
