@@ -8,10 +8,15 @@ import triton.language as tl
 
 from undertow.kernels.encoder.layout import PackedTokens
 
-ROWS = 4
-"""Rows of one program; they do not mix."""
 WARPS = 4
-COLUMNS = 512
+VALUES = 4_096
+"""What one program holds of a row or of several, which do not mix: 32 registers a thread."""
+MOST_ROWS, COLUMNS = 16, 256
+
+
+def rows_of(width: int) -> int:
+    """The rows of one program, a power of two, where a row takes `width` places, a power of two."""
+    return max(1, min(MOST_ROWS, VALUES // width))
 
 
 @triton.jit
@@ -115,11 +120,13 @@ def add_rms_norm(
     """
     total, out = torch.empty_like(x), torch.empty_like(x)
     tokens, hidden = x.shape
-    _add_rms_norm[(triton.cdiv(tokens, ROWS),)](
+    block = triton.next_power_of_2(hidden)
+    rows = rows_of(block)
+    _add_rms_norm[(triton.cdiv(tokens, rows),)](
         *(x, residual, total, out, weight, used, eps),
         HIDDEN=hidden,
-        BLOCK=triton.next_power_of_2(hidden),
-        ROWS=ROWS,
+        BLOCK=block,
+        ROWS=rows,
         num_warps=WARPS,
     )
     return total, out
@@ -147,15 +154,15 @@ def norm_and_rotate(
     """
     tokens, wide = qkv.shape
     rotated, half = sum(heads), turns.shape[1] // 2
-    _norm_and_rotate[(triton.cdiv(tokens, ROWS) * rotated,)](
+    _norm_and_rotate[(triton.cdiv(tokens, MOST_ROWS) * rotated,)](
         *(qkv, packed.positions, turns, *weights, packed.used, eps),
         HEADS=heads[0],
         ROTATED=rotated,
         WIDE=wide,
         HALF=half,
         BLOCK=triton.next_power_of_2(half),
-        ROWS=ROWS,
-        num_warps=1,
+        ROWS=MOST_ROWS,
+        num_warps=WARPS,
     )
 
 
@@ -163,7 +170,7 @@ def gated(both: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
     """silu(a) * b of `both` float16 [tokens, 2 * width], which has all a, then all b: [tokens, width]."""
     tokens, width = both.shape[0], both.shape[1] // 2
     out = both.new_empty((tokens, width))
-    _gated[(triton.cdiv(tokens, ROWS) * triton.cdiv(width, COLUMNS),)](
-        both, out, used, WIDTH=width, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=WARPS
+    _gated[(triton.cdiv(tokens, MOST_ROWS) * triton.cdiv(width, COLUMNS),)](
+        both, out, used, WIDTH=width, COLUMNS=COLUMNS, ROWS=MOST_ROWS, num_warps=WARPS
     )
     return out

@@ -267,13 +267,13 @@ def launched(kit: Kit) -> dict[str, tuple[dict[str, Any], int]]:
             {"HEADS": 16, "KEY_HEADS": 8, "CAUSAL": True, "DIM": 128, "BLOCK_D": 128, **blocks},
             kit.attention.WARPS,
         ),
-        "decoder_steps._add_rms_norm": ({"HIDDEN": 1024, "BLOCK": 1024, "ROWS": steps.ROWS}, steps.WARPS),
+        "decoder_steps._add_rms_norm": ({"HIDDEN": 4096, "BLOCK": 4096, "ROWS": 1}, steps.WARPS),
         "decoder_steps._norm_and_rotate": (
-            {"HEADS": 16, "ROTATED": 24, "WIDE": 4096, "HALF": 64, "BLOCK": 64, "ROWS": steps.ROWS},
-            1,
+            {"HEADS": 16, "ROTATED": 24, "WIDE": 4096, "HALF": 64, "BLOCK": 64, "ROWS": steps.MOST_ROWS},
+            steps.WARPS,
         ),
         "decoder_steps._gated": (
-            {"WIDTH": 3072, "COLUMNS": steps.COLUMNS, "ROWS": steps.ROWS},
+            {"WIDTH": 3072, "COLUMNS": steps.COLUMNS, "ROWS": steps.MOST_ROWS},
             steps.WARPS,
         ),
         "layer_norm._add_norm": (rows, norm.WARPS),
