@@ -57,7 +57,8 @@ def measure(rig: Rig, scale: Scale, limits: Limits, encoder: str | None = None) 
     texts = exchanges(scale.encode_texts)
     reference = SentenceEncoder(model, dtype="float32").encode(texts[:_ALONE])
     usual = _with_places(rig, model, None, texts, reference, part)
-    others = [int(times * usual.places) for times in _TIMES_PLACES]
+    sizes = (int(times * usual.places) for times in _TIMES_PLACES)
+    others = [places for places in sizes if places >= part.details["window"]]
     found = [usual, *(_with_places(rig, model, places, texts, reference, part) for places in others)]
     tokens, numbers = part.details["tokens"], [f.places for f in found]
     limit = limits.matmul_flop_per_s / flop_per_token(model, tokens / len(texts)) / 1e6
@@ -108,6 +109,7 @@ def _with_places(
     if not part.details:
         part.details = _tokenizing(rig, encoder, texts)
         part.details |= {"dtype": encoder.fingerprint.dtype, "tokenizer": encoder.tokenizer_note}
+        part.details["window"] = encoder.window
         part.details["packing"] = encoder.packing_note
     _check(encoder, texts, reference)
     some = texts[:_ALONE]
@@ -165,7 +167,10 @@ def _check(encoder: CudaSentenceEncoder, texts: Sequence[str], reference: Float1
 
 
 def flop_per_token(model: str, tokens_per_text: float) -> float:
-    """Of a BERT-like model's layers: the projections, and attention over a text of that length."""
+    """Of the layers of a BERT or Qwen3: the products, and attention over a text of that length."""
     form = json.loads((model_folder(model) / "config.json").read_text())
-    hidden, inner, layers = form["hidden_size"], form["intermediate_size"], form["num_hidden_layers"]
-    return float(2 * layers * (4 * hidden**2 + 2 * hidden * inner + 2 * tokens_per_text * hidden))
+    hidden, heads = form["hidden_size"], form["num_attention_heads"]
+    key_heads, dim = form.get("num_key_value_heads", heads), form.get("head_dim", hidden // heads)
+    products = 3 if "num_key_value_heads" in form else 2
+    weights = 2 * hidden * dim * (heads + key_heads) + products * hidden * form["intermediate_size"]
+    return float(2 * form["num_hidden_layers"] * (weights + 2 * tokens_per_text * heads * dim))

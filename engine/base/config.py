@@ -137,7 +137,7 @@ class Settings(BaseSettings):
     # cross-encoder:MODEL, a sentence-transformers cross-encoder's name or folder, on the CPU. After
     # `rerank_ms`, and after an error, the order of the search stays.
     rerank: str = Field(default="off", pattern=r"^(off|cross-encoder:.+)$")
-    rerank_candidates: int = Field(default=40, ge=1, le=200)
+    rerank_candidates: int = Field(default=20, ge=1, le=200)
     rerank_ms: int = Field(default=1_000, ge=1)
 
     # A sentence-transformers model's name or folder, openai:MODEL for an endpoint, or hash:DIM.

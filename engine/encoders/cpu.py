@@ -75,11 +75,11 @@ class WindowEncoder(ABC):
         folder = model_folder(model)
         self._model = load_model(folder, model).to(device)
         self._head, *self._tail = self._model
-        self._dtype = working_dtype(dtype, device)
-        self._head.to(self._dtype)
-        tokenizer, self.window = tokenizer_of(self._model)
         transformer: Any = self._head
         form = transformer.auto_model.config
+        self._dtype = working_dtype(dtype, device, getattr(form, "dtype", None))
+        self._head.to(self._dtype)
+        tokenizer, self.window = tokenizer_of(self._model)
         self._additive_mask = form.model_type in TAKES_ADDITIVE_MASK and form._attn_implementation == "sdpa"
         self._takes_types = "token_type_ids" in self._model.tokenizer.model_input_names
         self._pad_id = int(self._model.tokenizer.pad_token_id or 0)

@@ -113,13 +113,16 @@ def tokenizer_of(model: SentenceTransformer) -> tuple[Any, int]:
     return tokenizer, window
 
 
-def working_dtype(dtype: Dtype, device: str) -> torch.dtype:
-    """The model's dtype. "auto": float16 on CUDA, bfloat16 on CPUs with BF16_UNITS, else float32."""
+def working_dtype(dtype: Dtype, device: str, own: torch.dtype | None = None) -> torch.dtype:
+    """The model's dtype. "auto": float16 on CUDA, bfloat16 on CPUs with BF16_UNITS, else float32.
+
+    A model whose `own` weights are bfloat16 keeps it on CUDA: its activations may be too large for float16.
+    """
     import torch
 
     if dtype == "auto":
-        fast_bf16 = any(map(cpu_has, BF16_UNITS))
-        dtype = "float16" if device == "cuda" else "bfloat16" if fast_bf16 else "float32"
+        in_bf16 = own == torch.bfloat16 if device == "cuda" else any(map(cpu_has, BF16_UNITS))
+        dtype = "bfloat16" if in_bf16 else "float16" if device == "cuda" else "float32"
     return {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
 
 

@@ -86,20 +86,21 @@ def why_not_packed(model: Any, dtype: str, device: str) -> str | None:
     """Why the kernels cannot stand in for `model`, a SentenceTransformer, on `device`; None if they can."""
     if (reason := why_no_triton(device)) is not None:
         return reason
-    if dtype != "float16":
-        return f"the kernels are for float16, not {dtype}"
     head, *tail = model
     bert: Any = getattr(head, "auto_model", None)
-    if type(head).__name__ == "Transformer" and type(bert).__name__ == "Qwen3Model":
-        return why_not_decoder(bert, tail)
-    if type(head).__name__ != "Transformer" or type(bert).__name__ != "BertModel":
-        return f"{type(bert).__name__} is no BertModel or Qwen3Model"
+    kind = type(bert).__name__
+    if type(head).__name__ != "Transformer" or kind not in ("BertModel", "Qwen3Model"):
+        return f"{kind} is no BertModel or Qwen3Model"
+    if dtype not in ("float16", "bfloat16")[: 1 + (kind == "Qwen3Model")]:
+        return f"the kernels are for float16, and for Qwen3 in bfloat16, not for {dtype}"
+    if kind == "Qwen3Model":
+        return why_not_decoder(bert) or _other_pooling(tail, ("lasttoken",))
     if (reason := _other_form(bert.config)) is not None:
         return reason
     names = {name for name, _ in bert.named_parameters() if not name.startswith("pooler.")}
     if names != _names(bert.config.num_hidden_layers):
         return "the model's weights are not those of a plain BertModel"
-    return _other_pooling(tail)
+    return _other_pooling(tail, ("mean", "cls"))
 
 
 def _other_form(form: Any) -> str | None:
@@ -113,12 +114,12 @@ def _other_form(form: Any) -> str | None:
     return None
 
 
-def _other_pooling(tail: list[Any]) -> str | None:
-    """What follows the transformer, if it is not a mean or first token, normalised or not."""
+def _other_pooling(tail: list[Any], modes: tuple[str, ...]) -> str | None:
+    """What follows the transformer, if it is not a pooling of these modes, normalised or not."""
     names = [type(module).__name__ for module in tail]
     if names not in (["Pooling"], ["Pooling", "Normalize"]):
         return f"the modules {', '.join(names)} follow the transformer"
-    if tail[0].pooling_mode not in ("mean", "cls"):
+    if tail[0].pooling_mode not in modes:
         return f"pooling is {tail[0].pooling_mode}"
     return None
 
@@ -132,9 +133,9 @@ def _names(layers: int) -> set[str]:
 
 
 def weights_of(model: Any, window: int) -> Bert | Decoder:
-    """The weights of a model that `why_not_packed` finds fit: its own memory, but for Q, K and V.
+    """The weights of a model that `why_not_packed` finds fit: its own memory, but for BERT's Q, K and V.
 
-    `window`: tokens of a window at most.
+    `window`: the most tokens of one.
     """
     from undertow.kernels.encoder.bert import Bert
 

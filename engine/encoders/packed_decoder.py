@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
     from undertow.kernels.encoder.decoder import Decoder, DecoderLayer
 
-WIDEST = 4_096
-"""Hidden sizes above it are left to the model's own forward pass: RMSNorm keeps a row in registers."""
+WIDEST = 1_024
+"""Wider models are left to their own forward pass: the linear kernel reads the weights anew for each tile of
+rows, and theirs do not fit the cache."""
 
 _PARTS = (
     *("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"),
@@ -21,30 +22,25 @@ _PARTS = (
 )
 
 
-def why_not_decoder(decoder: Any, tail: list[Any]) -> str | None:
-    """Why the kernels cannot stand in for a Qwen3Model and what follows it; None if they can."""
+def why_not_decoder(decoder: Any) -> str | None:
+    """Why the kernels cannot stand in for a Qwen3Model; None if they can."""
     form = decoder.config
     rope = form.rope_parameters["rope_type"]
     if form.hidden_act != "silu" or rope != "default":
         return f"activation {form.hidden_act!r}, or rotation {rope!r}"
-    if set(form.layer_types) != {"full_attention"}:
-        return "a sliding window of attention"
+    if set(form.layer_types) != {"full_attention"} or not getattr(form, "is_causal", True):
+        return "a sliding window of attention, or tokens that see later ones"
     if form.hidden_size > WIDEST or form.head_dim > WIDEST_HEAD or form.head_dim % 2:
         return f"a hidden size above {WIDEST}, or heads above {WIDEST_HEAD} or of an odd size"
     layers = range(form.num_hidden_layers)
     names = {f"layers.{i}.{part}.weight" for i in layers for part in _PARTS}
     if {name for name, _ in decoder.named_parameters()} != {*names, "embed_tokens.weight", "norm.weight"}:
         return "the model's weights are not those of a plain Qwen3Model"
-    kinds = [type(module).__name__ for module in tail]
-    if kinds not in (["Pooling"], ["Pooling", "Normalize"]):
-        return f"the modules {', '.join(kinds)} follow the transformer"
-    if tail[0].pooling_mode != "lasttoken":
-        return f"pooling is {tail[0].pooling_mode}"
     return None
 
 
 def decoder_of(model: Any, window: int) -> Decoder:
-    """The weights of a model that fits: its own memory, but for joined ones. `window`: most tokens of one."""
+    """The weights of a model that fits, in its own memory. `window`: the most tokens of one."""
     from undertow.kernels.encoder.decoder import Decoder
     from undertow.kernels.encoder.decoder_steps import turns_of
 
@@ -76,9 +72,11 @@ def _layer(layer: Any) -> DecoderLayer:
 
 
 def _joined(*linears: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights one after the other, and biases of zero."""
+    """The weights one after the other, which the model then uses too, and biases of zero."""
     import torch
 
-    weights = [linear.weight.detach() for linear in linears]
-    weight = torch.cat(weights) if len(weights) > 1 else weights[0].contiguous()
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    parts = torch.split(weight, [len(linear.weight) for linear in linears])
+    for linear, part in zip(linears, parts, strict=True):
+        linear.weight.data = part
     return weight, weight.new_zeros(len(weight))

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CROSS_ENCODER = "cross-encoder:"
-# of the reciprocal ranks: 5 to 60 make no difference
-FIRST_RANK = 10
+# Cormack et al. 2009, whose ranks begin with 1; 5 to 60 make no difference
+RANK_CONSTANT = 10
 
 
 class Reranker:
@@ -49,14 +49,12 @@ class Reranker:
     def _scores(self, question: str, texts: Sequence[str]) -> list[float]:
         if self._model is None:
             from sentence_transformers import CrossEncoder
-            from torch.nn import Identity
 
             self._model = CrossEncoder(
                 str(self._folder),
                 device="cpu",
                 local_files_only=True,
                 model_kwargs={"dtype": working_dtype("auto", "cpu")},
-                activation_fn=Identity(),  # probabilities of good pairs are all the same in bfloat16
             )
         scores = self._model.predict([(question, text) for text in texts], show_progress_bar=False)
         if scores.shape != (len(texts),) or not np.isfinite(scores).all():
@@ -82,8 +80,8 @@ def make_reranker(settings: Settings) -> Reranker | None:
 class Rerank:
     """The rerank of one question's hits, best first: under way until `due_s` (time.monotonic).
 
-    `order`: their ids by the reciprocal ranks in both orders (Cormack et al. 2009), once it has come in time;
-    empty: the order of the search stays.
+    `order`: their ids by the reciprocal ranks in both orders, once it has come in time; empty: the order of
+    the search stays.
     """
 
     hits: Sequence[Hit]
@@ -111,7 +109,8 @@ class Rerank:
         scores = self.scores.result()
         by_model = sorted(range(len(scores)), key=lambda place: -scores[place])
         joined = {
-            place: 1 / (FIRST_RANK + place) + 1 / (FIRST_RANK + rank) for rank, place in enumerate(by_model)
+            place: 1 / (RANK_CONSTANT + place + 1) + 1 / (RANK_CONSTANT + rank + 1)
+            for rank, place in enumerate(by_model)
         }
         self.order = tuple(self.hits[place].id for place in sorted(joined, key=lambda at: (-joined[at], at)))
         return "rerank"

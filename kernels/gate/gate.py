@@ -240,4 +240,4 @@ def _column(name: str, values: ArrayLike, count: int) -> Int64s:
     column = np.asarray(values)
     if column.shape != (count,) or (count and column.dtype.kind not in "iu"):
         raise ValueError(f"{name} must be {count} integers, not {column.dtype} of shape {list(column.shape)}")
-    return column.astype(np.int64, copy=False)
+    return column.astype(np.int64)

@@ -18,7 +18,7 @@ REGISTERS_PER_SM = 65_536
 SHARED_BYTES = 227 << 10
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def packages(lacking: Callable[[str], NoReturn]) -> None:
     if nvrtc.library() is None or nvrtc.tools() is None:
         lacking("NVRTC and Triton, from packages, to compile gate.cu")
@@ -34,12 +34,14 @@ def compiled(arch: str, dim: int, *options: str) -> tuple[bytes, int]:
     return code, max(int(count) for count in re.findall(r"Used (\d+) registers", said))
 
 
+@pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("dim", [64, 72, 384, 1024])
 def test_it_compiles_without_spills_and_fills_the_card(arch: str, dim: int) -> None:
     assert compiled(arch, dim)[1] * BLOCK_THREADS * BLOCKS_PER_SM <= REGISTERS_PER_SM
 
 
+@pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize(("dim", "warps", "stages"), [(8, 16, 3), (64, 16, 3), (384, 8, 1), (768, 4, 1)])
 def test_with_rings_it_fits_a_multiprocessor(arch: str, dim: int, warps: int, stages: int) -> None:
@@ -50,6 +52,7 @@ def test_with_rings_it_fits_a_multiprocessor(arch: str, dim: int, warps: int, st
     assert Rings.fitting(1024, SHARED_BYTES) is None, "four warps do not fit"
 
 
+@pytest.mark.usefixtures("packages")
 def test_the_scan_keeps_many_loads_on_their_way(tmp_path: Path) -> None:
     """At least 12 loads of 16 bytes a lane are issued before the first product waits for one."""
     scan = nvrtc.disassembled(compiled("sm_90", 384)[0], "scan", tmp_path)
@@ -57,6 +60,7 @@ def test_the_scan_keeps_many_loads_on_their_way(tmp_path: Path) -> None:
     assert "UBLKCP" not in scan, "no bulk copies where no rings were asked for"
 
 
+@pytest.mark.usefixtures("packages")
 def test_with_rings_rows_come_by_bulk_copies_and_go_to_the_tensor_cores(tmp_path: Path) -> None:
     """The copy engine brings rows to shared memory and reports to a barrier; lanes load queries alone."""
     rings = Rings.fitting(384, SHARED_BYTES)

@@ -78,9 +78,12 @@ class EngineSystem(System):
             )
 
     def material(self, sample: Sample, question: Question) -> Material:
-        rerank = self._engine.begin_rerank(sample.tenant, question.text)
-        found = self._engine.recall(sample.tenant, question.text, rerank and rerank.wait())
-        return self._given(sample, question, found)
+        return self._given(sample, question, self._recall(sample.tenant, question.text))
+
+    def _recall(self, tenant: str, text: str) -> SearchResult:
+        """What an answer is given, reranked if the settings say so, however long it takes."""
+        rerank = self._engine.begin_rerank(tenant, text)
+        return self._engine.recall(tenant, text, rerank and rerank.wait())
 
     def _given(self, sample: Sample, question: Question, found: SearchResult) -> Material:
         tenant, memories = sample.tenant, (*found.episodes, *found.facts)
@@ -125,7 +128,7 @@ class BestEffort(EngineSystem):
     """
 
     def steps(self, sample: Sample, question: Question, material: Material, style: AnswerStyle) -> Steps:
-        recall = partial(self._engine.recall, sample.tenant, question.text)
+        recall = partial(self._recall, sample.tenant, question.text)
         budget = PromptBudget(self._settings.context_tokens, self._settings.reply_tokens)
         asking = answering("best_effort", Asked(question.text, question.asked_on, recall, budget, style))
         try:

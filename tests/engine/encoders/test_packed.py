@@ -24,7 +24,7 @@ from transformers import BertConfig, BertModel, Qwen3Config, Qwen3Model
 
 import undertow.engine.encoders.packed as packed_module
 from undertow.engine.encoders.cuda import CudaSentenceEncoder
-from undertow.engine.encoders.model_files import DEFAULT_MODEL, load_model, model_folder
+from undertow.engine.encoders.model_files import DEFAULT_MODEL, load_model, model_folder, working_dtype
 from undertow.engine.encoders.packed import PackedModel, why_not_packed
 from undertow.engine.encoders.tokenizer import Windows
 from undertow.kernels import device
@@ -79,7 +79,8 @@ def test_a_plain_bert_fits(loaded: Any) -> None:
 
 
 def test_other_models_do_not_fit(loaded: Any) -> None:
-    assert "float32" in (why_not_packed(loaded, "float32", "cuda") or "")
+    for dtype in ("float32", "bfloat16"):
+        assert dtype in (why_not_packed(loaded, dtype, "cuda") or "").partition("not for")[2]
     bert = loaded[0].auto_model
     for name, value, reason in (
         ("hidden_act", "gelu_new", "activation"),
@@ -106,16 +107,20 @@ def test_a_plain_qwen3_fits_and_others_do_not(decoder_folder: str, monkeypatch: 
     monkeypatch.setattr(packed_module, "why_no_triton", lambda device: None)
     loaded: Any = load_model(Path(decoder_folder), decoder_folder)
     assert why_not_packed(loaded, "float16", "cuda") is None
+    assert why_not_packed(loaded, "bfloat16", "cuda") is None
+    assert working_dtype("auto", "cuda", torch.bfloat16) == torch.bfloat16
+    assert working_dtype("auto", "cuda", torch.float32) == torch.float16
     decoder = loaded[0].auto_model
     for name, value, reason in (
         ("hidden_act", "gelu", "activation"),
         ("rope_parameters", {**decoder.config.rope_parameters, "rope_type": "yarn"}, "yarn"),
         ("layer_types", ["full_attention", "sliding_attention"], "sliding"),
-        ("hidden_size", 8_192, "4096"),
+        ("is_causal", False, "later"),
+        ("hidden_size", 2_560, "1024"),
         ("head_dim", 256, "heads"),
         ("num_hidden_layers", 3, "weights"),
     ):
-        before = getattr(decoder.config, name)
+        before = getattr(decoder.config, name, True)
         setattr(decoder.config, name, value)
         assert reason in (why_not_packed(loaded, "float16", "cuda") or ""), name
         setattr(decoder.config, name, before)
@@ -208,13 +213,13 @@ TEXTS = [
 ]
 
 
-def check_whole_encoder(folder: str) -> None:
-    """Run by the interpreter: near the model in float32, with bits that company does not change."""
+def check_whole_encoder(folder: str, device: str) -> None:
+    """Near the model in float32, with bits that company does not change."""
     from undertow.engine.encoders.cpu import SentenceEncoder
 
-    encoder = CudaSentenceEncoder(folder, dtype="float16", device="cpu", places=256)
+    encoder = CudaSentenceEncoder(folder, dtype="float16", device=device, places=256)
     assert encoder.packing_note == "packed batches"
-    assert encoder.fingerprint.device == "cpu in packed batches"
+    assert encoder.fingerprint.device == f"{device} in packed batches"
     got = encoder.encode(TEXTS)
     exact = SentenceEncoder(folder, dtype="float32", threads=1).encode(TEXTS)
     assert np.abs(got.astype(np.float32) - exact.astype(np.float32)).max() < 2**-8
@@ -224,11 +229,14 @@ def check_whole_encoder(folder: str) -> None:
     assert np.array_equal(encoder.encode(["clay", *TEXTS[::-1]])[:0:-1], got), "other places and company"
     for i in (0, 3):
         assert np.array_equal(encoder.encode([TEXTS[i]])[0], got[i]), "alone"
-    larger = CudaSentenceEncoder(folder, dtype="float16", device="cpu", places=512)
+    larger = CudaSentenceEncoder(folder, dtype="float16", device=device, places=512)
     assert larger.fingerprint == encoder.fingerprint
     assert np.array_equal(larger.encode(TEXTS), got)
-    CudaSentenceEncoder.TOKENS = 64  # less than a window takes
-    assert CudaSentenceEncoder(folder, dtype="float16", device="cpu").places == 128
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CudaSentenceEncoder, "TOKENS", 64)  # less than a window takes
+        assert CudaSentenceEncoder(folder, dtype="float16", device=device).places == 128
+    if device != "cpu":
+        return
     windows = encoder.windows(TEXTS)
     vectors = encoder.run_packed([encoder.fill(windows, b) for b in encoder.batches(windows.lengths)])
     assert all(tuple(part.shape) == (8, 64) for part in vectors)
@@ -246,5 +254,11 @@ def test_the_whole_encoder_interpreted(kind: str, request: pytest.FixtureRequest
     assert done.returncode == 0, done.stderr[-3_000:]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["folder", "decoder_folder"])
+def test_the_whole_encoder_on_a_card(kind: str, request: pytest.FixtureRequest) -> None:
+    check_whole_encoder(request.getfixturevalue(kind), "cuda")
+
+
 if __name__ == "__main__":
-    check_whole_encoder(sys.argv[1])
+    check_whole_encoder(sys.argv[1], "cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from pydantic import ValidationError
 from undertow.bench.mock.llm import MockReplies
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.evidence.recall import retrieve
+from undertow.bench.quality.systems.base import Means
+from undertow.bench.quality.systems.registry import SYSTEMS
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
@@ -94,7 +97,7 @@ def shown(llm: RecordingLLM, tenant: str = "ann") -> list[str]:
     return lines_under(llm.prompts[tenant][-1], "Turns")
 
 
-def test_the_answer_is_given_what_the_reranker_likes_best(tmp_path: Path) -> None:
+def test_the_answer_is_given_what_is_best_in_both_orders(tmp_path: Path) -> None:
     llm, phases = RecordingLLM(MockReplies()), Phases()
     with opened(tmp_path, llm, phases, FakeReranker(number), rerank_candidates=10) as engine:
         found = engine.search("ann", QUESTION, k_sub=10, k_epi=0, k_sem=0).turns
@@ -172,6 +175,23 @@ def test_hits_exchange_their_scores_and_the_others_stay() -> None:
     ]
     assert found.facts[0].id == "f" and len(found.turns) == 4
     assert reordered(found, []) == found
+
+
+def test_what_is_measured_within_a_budget_is_what_an_answer_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question = Question("q", QUESTION, "single-hop", ("3",), "", None)
+    turns = tuple(turns_of("ann", 60))
+    sample = Sample("ann", turns, tuple((str(n),) for n in range(60)), (question,))
+    monkeypatch.setattr("undertow.engine.api.engine.make_reranker", lambda _: FakeReranker(number))
+    llm = RecordingLLM(MockReplies())
+    with opened(tmp_path / "answers", llm, Phases(), None) as engine:
+        engine.answer("ann", QUESTION)
+    means = Means("locomo", settings_of(**NEVER, **ON), tmp_path / "eval", lambda: KeptVectors(ENCODER))
+    with closing(SYSTEMS["turns-only"](means)) as system:
+        system.build([sample], lambda *_: None)
+        measured = system.material(sample, question).turns
+    assert [number(turn.text) for turn in measured] == [number(line) for line in shown(llm)]
 
 
 def test_only_a_cross_encoder_that_is_here_can_be_set(tmp_path: Path) -> None:

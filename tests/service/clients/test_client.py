@@ -235,6 +235,15 @@ def test_each_problem_has_its_error_and_is_retried_only_if_it_may_pass(
     assert raised.value.fields == (FieldProblem("query", "is empty"),)
 
 
+def test_the_last_of_several_problems_is_raised(kind: str) -> None:
+    """The third asks for a wait beyond the patience."""
+    last = Reply(503, problem(503, "last").body, {"retry-after": "3600"})
+    with scene(kind, problem(503, "first"), problem(429, "second"), last) as (server, client):
+        with pytest.raises(Unavailable) as raised:
+            client.add("ann", "hello")
+        assert raised.value.kind == "urn:undertow:error:last" and len(server.seen) == 3
+
+
 def test_a_field_that_the_detail_names_is_told_once(kind: str) -> None:
     wrong = [{"field": "Do otherwise", "detail": "x"}]
     body = json.dumps({"type": "about:blank", "status": 422, "detail": "Do otherwise: x", "errors": wrong})

@@ -54,13 +54,18 @@ def _got(nvrtc: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
     return held.raw
 
 
-def disassembled(code: bytes, kernel: str, folder: Path) -> str:
-    """The instructions of a kernel."""
+def dumped(code: bytes, folder: Path, *options: str) -> str:
+    """What cuobjdump says of machine code."""
     (found, file) = tools(), folder / "code.cubin"
     assert found, "cuobjdump is not installed: pip install triton"
     file.write_bytes(code)
-    command = [str(found / "cuobjdump"), "-sass", "-fun", kernel, str(file)]
     path = {"PATH": f"{found}{os.pathsep}{os.environ.get('PATH', '')}"}
+    command = [str(found / "cuobjdump"), *options, str(file)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, check=True, env=os.environ | path
     ).stdout
+
+
+def disassembled(code: bytes, kernel: str, folder: Path) -> str:
+    """The instructions of a kernel."""
+    return dumped(code, folder, "-sass", "-fun", kernel)
