@@ -84,14 +84,12 @@ def _rows(count: int, tenants: int, seed: int) -> list[dict[str, Any]]:
     made = []
     for i, text in enumerate(exchanges(count, seed)):
         asked, _, answered = text.partition("\n")
-        messages = [
+        said = [
             {"role": role, "content": words.partition(": ")[2], "name": name}
             for role, name, words in (("user", "john", asked), ("assistant", "mary", answered))
             if words.partition(": ")[2]
         ]
-        made.append(
-            {"tenant": f"tenant-{i % tenants}", "messages": messages, "idempotency_key": f"{seed}-{i}"}
-        )
+        made.append({"tenant": f"tenant-{i % tenants}", "messages": said, "idempotency_key": f"{seed}-{i}"})
     return made
 
 

@@ -30,6 +30,8 @@ SHORTEST = 32
 """A batch of n tokens has room for n / SHORTEST windows: shorter texts leave places unused, which the
 kernels skip. More room would mean more programs of attention that find nothing to do."""
 
+_DTYPES = {"BertModel": ("float16",), "Qwen3Model": ("float16", "bfloat16")}
+
 _LINEARS = (
     *("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"),
     *("intermediate.dense", "output.dense"),
@@ -89,10 +91,10 @@ def why_not_packed(model: Any, dtype: str, device: str) -> str | None:
     head, *tail = model
     bert: Any = getattr(head, "auto_model", None)
     kind = type(bert).__name__
-    if type(head).__name__ != "Transformer" or kind not in ("BertModel", "Qwen3Model"):
-        return f"{kind} is no BertModel or Qwen3Model"
-    if dtype not in ("float16", "bfloat16")[: 1 + (kind == "Qwen3Model")]:
-        return f"the kernels are for float16, and for Qwen3 in bfloat16, not for {dtype}"
+    if type(head).__name__ != "Transformer" or kind not in _DTYPES:
+        return f"{kind} is no {' or '.join(_DTYPES)}"
+    if dtype not in _DTYPES[kind]:
+        return f"the kernels run a {kind} in {' or '.join(_DTYPES[kind])}, not in {dtype}"
     if kind == "Qwen3Model":
         return why_not_decoder(bert) or _other_pooling(tail, ("lasttoken",))
     if (reason := _other_form(bert.config)) is not None:

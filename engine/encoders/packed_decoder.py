@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from undertow.kernels.encoder.decoder import Decoder, DecoderLayer
 
 WIDEST = 1_024
-"""Wider models are left to their own forward pass: the linear kernel reads the weights anew for each tile of
-rows, and theirs do not fit the cache."""
+"""Wider models keep their own forward pass: `linear` reads weights by tile, and theirs exceed the cache."""
 
 _PARTS = (
     *("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"),

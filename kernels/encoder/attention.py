@@ -76,10 +76,10 @@ def _attention(
 def attention(
     qkv: torch.Tensor, packed: PackedTokens, heads: int, *, key_heads: int = 0, causal: bool = False
 ) -> torch.Tensor:
-    """softmax(q k^T / sqrt(dim)) v within each window: float16 [tokens, heads * dim], softmax in float32.
+    """softmax(q k^T / sqrt(dim)) v within each window: [tokens, heads * dim], softmax in float32.
 
-    `qkv` float16 [tokens, (heads + 2 * key heads) * dim]: all heads' queries, then keys, then values; heads
-    of at most WIDEST_HEAD. `key_heads`: as many heads of keys, each for as many of queries; 0: one each.
+    `qkv` float16 or bfloat16 [tokens, (heads + 2 * key heads) * dim]: all heads' queries, then keys, then
+    values; heads of at most WIDEST_HEAD. `key_heads`: of keys; 0: one to each of queries.
     `causal`: a token sees itself and those before it. Rows beyond the last window are left as they are.
     """
     key_heads = key_heads or heads

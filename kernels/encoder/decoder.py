@@ -19,7 +19,7 @@ from undertow.kernels.encoder.pool import last_of_windows
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """All float16; biases are zero."""
+    """All float16, or all bfloat16; biases are zero."""
 
     norm: torch.Tensor
     qkv: Weights
@@ -36,7 +36,7 @@ class Decoder:
     """Weights on one device, and what the configuration says of them."""
 
     words: torch.Tensor
-    """float16 [vocabulary, hidden]"""
+    """[vocabulary, hidden]"""
     layers: tuple[DecoderLayer, ...]
     norm: torch.Tensor
     turns: torch.Tensor

@@ -1,4 +1,7 @@
-"""The small steps of a decoder over packed tokens: RMSNorm after a sum, rotation, the gated product."""
+"""The small steps of a decoder over packed tokens: RMSNorm after a sum, rotation, the gated product.
+
+Tensors are float16 or bfloat16, all of one type, but where another is named.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,9 @@ import triton.language as tl
 
 from undertow.kernels.encoder.layout import PackedTokens
 
-WARPS = 4
 VALUES = 4_096
 """What one program holds of a row or of several, which do not mix: 32 registers a thread."""
-MOST_ROWS, COLUMNS = 16, 256
+WARPS, MOST_ROWS, COLUMNS = 4, 16, 256
 
 
 def rows_of(width: int) -> int:
@@ -114,7 +116,7 @@ def _gated(
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, used: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x + residual, its RMSNorm), all float16 [tokens, hidden], with sums in float32.
+    """(x + residual, its RMSNorm), all [tokens, hidden], with sums in float32.
 
     Rows from `used`, int32 [1], on are left as they are.
     """
@@ -149,7 +151,7 @@ def norm_and_rotate(
 ) -> None:
     """RMSNorm of each query's and key's head, then its rotation by the token's position; in place.
 
-    `qkv` float16 [tokens, (heads + 2 * key heads) * dim], `weights` of queries and keys float16 [dim],
+    `qkv` [tokens, (heads + 2 * key heads) * dim], `weights` of queries and keys [dim],
     `heads` of queries and of keys. Su et al. 2021, as Llama and Qwen lay the halves out.
     """
     tokens, wide = qkv.shape
@@ -167,7 +169,7 @@ def norm_and_rotate(
 
 
 def gated(both: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
-    """silu(a) * b of `both` float16 [tokens, 2 * width], which has all a, then all b: [tokens, width]."""
+    """silu(a) * b of `both` [tokens, 2 * width], which has all a, then all b: [tokens, width]."""
     tokens, width = both.shape[0], both.shape[1] // 2
     out = both.new_empty((tokens, width))
     _gated[(triton.cdiv(tokens, MOST_ROWS) * triton.cdiv(width, COLUMNS),)](

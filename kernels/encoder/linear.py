@@ -14,7 +14,7 @@ import triton.language as tl
 from undertow.kernels.encoder.layout import ROW_TILE
 
 Weights = tuple[torch.Tensor, torch.Tensor]
-"""A linear layer's weight, float16 [N, K], and bias, float16 [N]."""
+"""A linear layer's weight [N, K], and bias [N], of the type of its input."""
 
 
 class Tile(NamedTuple):
@@ -84,10 +84,9 @@ def _linear(
 
 
 def linear(x: torch.Tensor, weights: Weights, used: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
-    """x @ weight.T + bias, then GELU with erf if `gelu`: float16 [tokens, N], summed in float32.
+    """x @ weight.T + bias, then GELU with erf if `gelu`: [tokens, N], summed in float32.
 
-    `x` float16 [tokens, K], `used` int32 [1]. Rows of tiles
-    beyond `used` are left as they are.
+    `x` float16 or bfloat16 [tokens, K], `used` int32 [1]. Rows of tiles beyond `used` are left as they are.
     """
     (weight, bias), (tokens, depth) = weights, x.shape
     columns = len(weight)

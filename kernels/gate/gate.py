@@ -172,7 +172,7 @@ class Gate:
         turns = _column("turn_segments", turn_segments, count)
         episodes = _column("episode_segments", episode_segments, count)
         limits, cuts = _column("visible", visible, count), _column("k", k, count)
-        thetas = np.asarray(theta, np.float64)
+        thetas = np.array(theta, np.float64)  # a copy: for other strides the plan would be compiled anew
         if thetas.shape != (count,) or np.isnan(thetas).any():
             raise ValueError(f"theta must be {count} numbers, none of them NaN")
         if (limits < 0).any() or (cuts < 0).any():

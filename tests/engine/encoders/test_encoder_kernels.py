@@ -135,6 +135,12 @@ def check_decoder_steps(kit: Kit) -> None:
         assert apart(normed[:102], rms_norm(both, (hidden,), scale[0].float(), 1e-6)) < 8e-3
         wanted = silu(x.float()[:, : hidden // 2]) * x.float()[:, hidden // 2 :]
         assert apart(steps.gated(x, used)[:102], wanted[:102]) < 4e-3
+        wide = [tensor.bfloat16() for tensor in (x, residual, scale[0])]  # products in it need a card
+        total, normed = steps.add_rms_norm(*wide, 1e-6, used)
+        both = (wide[0].float() + wide[1].float())[:102]
+        assert apart(total[:102], both) < 4e-2
+        assert apart(normed[:102], rms_norm(both, (hidden,), wide[2].float(), 1e-6)) < 8e-2
+        assert apart(steps.gated(wide[0], used)[:102], wanted[:102]) < 8e-2
     heads, key_heads, dim = 3, 2, 24
     packed, turns = tokens_of(LENGTHS, kit), steps.turns_of(70, dim, 10_000.0, torch.device(kit.device))
     qkv, weights = half(256, 7 * dim, kit=kit), (half(dim, kit=kit, seed=1), half(dim, kit=kit, seed=2))
@@ -314,6 +320,8 @@ def test_compiles_for_an_h100_without_spills(name: str, tmp_path: Path) -> None:
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert compiled.metadata.shared <= 227 << 10
         assert ("wgmma" in compiled.asm["ptx"]) == (module in ("linear", "linear_norm", "attention"))
+        if "wgmma" in compiled.asm["ptx"]:
+            assert (".f32.bf16.bf16" in compiled.asm["ptx"]) == (half == "*bf16")
         used = nvrtc.dumped(compiled.asm["cubin"], tmp_path, "--dump-resource-usage")
         assert "LOCAL:0" in used and "STACK:0" in used, used
 
