@@ -46,9 +46,10 @@ class CudaSentenceEncoder(WindowEncoder):
     `packing_note`: why the model does not run packed, or that it does. `places`: token places of a batch.
     """
 
-    # Token places of a packed batch, or more where a window takes more. Of a batch that is not filled, the
-    # kernels skip what is empty.
-    TOKENS = 16_384
+    # Token places of a packed batch for each multiprocessor, or more in all where a window takes more: two
+    # tiles of rows, with which every product of MiniLM's sizes takes whole waves of programs, and none leaves
+    # multiprocessors idle at its end. Of a batch that is not filled, the kernels skip what is empty.
+    TOKENS = 2 * ROW_TILE
 
     # Maximum token places of a padded batch. A single window costs a whole batch, since its shape must not
     # depend on other windows: fewer places make a single question faster and waste less on the last batch of
@@ -73,9 +74,10 @@ class CudaSentenceEncoder(WindowEncoder):
 
         `device` "cpu" runs the same batches without graphs, for tests; `graphs` False does so on CUDA.
         `packed` False keeps the model's own forward pass even where the packed kernels could stand in.
-        `places`: token places a batch, at most; by default TOKENS if packed, else PLACES. Another number
-        than PLACES means other shapes, for which cuBLAS may take other kernels and give other last bits: the
-        fingerprint's `device` says so, as it says if batches are packed, whose bits do not depend on it.
+        `places`: token places a batch, at most; by default TOKENS a multiprocessor if packed, else PLACES.
+        Another number than PLACES means other shapes, for which cuBLAS may take other kernels and give other
+        last bits: the fingerprint's `device` says so, as it says if batches are packed, whose bits do not
+        depend on it.
         Raises EncoderError if the model is nowhere to be found, is not one of sentence-transformers, or
         torch has no CUDA; ValueError for `places` < 128, or fewer than a packed window needs.
         """
@@ -100,7 +102,8 @@ class CudaSentenceEncoder(WindowEncoder):
         self.packing_note = f"padded batches: {reason}" if reason else "packed batches"
         if reason is None:
             whole_window = -(-self.window // ROW_TILE) * ROW_TILE
-            self._pack_into(max(self.TOKENS, whole_window) if places is None else places)
+            usual = self.TOKENS * _multiprocessors(self._device)
+            self._pack_into(max(usual, whole_window) if places is None else places)
         elif self.places != self.PLACES:
             self._computed_in(f"batches of {self.places} places")
         # All graphs share one memory pool: capturing the largest first avoids growth.
@@ -327,6 +330,12 @@ class Backlog:
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         self.windows = Windows(ids, offsets)
         self.numbers = self.numbers[rows]
+
+
+def _multiprocessors(device: torch.device) -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 class GraphSpace:
