@@ -33,6 +33,8 @@ GPU_BENCH ?=
 # -o in place of --timeout: pytest-timeout may be missing
 GPU_PYTEST := $(GPU_RUN) pytest --require-gpu --continue-on-collection-errors --color=no
 SANITIZE_TOOLS ?= memcheck racecheck synccheck initcheck
+# for the rings of all blocks: with the default number the kernel ended in a launch failure
+SANITIZE_BARRIERS := 1048576
 # for each tool: the four stay below ten minutes
 SANITIZE_SECONDS ?= 140
 SANITIZE_TESTS := tests/kernels/test_gate.py tests/kernels/test_gate_gpu.py::test_hard_cases_read_as_the_reference_does
@@ -117,8 +119,9 @@ gpu-sanitize: $(GPU_SETUP) ## the gate's tests under compute-sanitizer
 		|| $(call hint,compute-sanitizer is not on the PATH. It comes with the CUDA toolkit.)
 	@failed=; mkdir -p $(GPU_LOGS); export PYTHONPATH="src:$$PYTHONPATH"; \
 	for tool in $(SANITIZE_TOOLS); do \
-		echo "==> compute-sanitizer: $$tool"; log=$(GPU_LOGS)/$$tool.log; \
-		$(SANITIZE) --tool $$tool $(GPU_PYTEST) -q -m gpu -o timeout=0 $(SANITIZE_TESTS) 2>&1 | tee $$log \
+		echo "==> compute-sanitizer: $$tool"; log=$(GPU_LOGS)/$$tool.log; more=; \
+		test $$tool != synccheck || more="--num-cuda-barriers $(SANITIZE_BARRIERS)"; \
+		$(SANITIZE) --tool $$tool $$more $(GPU_PYTEST) -q -m gpu -o timeout=0 $(SANITIZE_TESTS) 2>&1 | tee $$log \
 			&& $(call some_passed,$$log) && $(call nothing_found,$$log) || failed="$$failed $$tool"; \
 	done; \
 	test -z "$$failed" || $(call hint,What failed:$$failed. The output is in $(GPU_LOGS).)

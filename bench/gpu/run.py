@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,6 +35,7 @@ from undertow.bench.gpu.figures import (
     unmeasured,
 )
 from undertow.bench.gpu.rig import FULL, QUICK, Limits, Rig, Scale, measure_limits
+from undertow.engine.base.process_tuning import settle_in
 from undertow.kernels.device import why_no_cuda
 
 T = TypeVar("T")
@@ -76,13 +78,14 @@ def run(options: Options) -> tuple[dict[str, Any], list[Figure]]:
     With `out`, both files are written anew after every part.
     """
     scale = QUICK if options.quick else FULL
-    _progress("copy bandwidth and matmul rate")
+    progress = partial(print, "measuring", file=sys.stderr, flush=True)
+    progress("copy bandwidth and matmul rate")
     limits, name = apart(_limits, scale).result()
     result = _describe(options, scale, limits, name)
     figures: list[Figure] = []
     sound = True
     for part in options.only:
-        _progress(part)
+        progress(part)
         found, fine = _outcome(part, apart(measure_part, part, scale, limits, options.encoder))
         figures += found.figures
         sound &= fine
@@ -91,10 +94,6 @@ def run(options: Options) -> tuple[dict[str, Any], list[Figure]]:
         if options.out is not None:
             write(options.out, result, figures)
     return {**result, "sound": sound}, figures
-
-
-def _progress(what: str) -> None:
-    print(f"measuring {what}", file=sys.stderr, flush=True)
 
 
 def measure_part(part: str, scale: Scale, limits: Limits, encoder: Path | None = None) -> Part:
@@ -106,8 +105,8 @@ def measure_part(part: str, scale: Scale, limits: Limits, encoder: Path | None =
 
 
 def apart(work: Callable[..., T], *given: Any) -> Future[T]:
-    """A call in a fresh process, finished."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    """A call in a fresh process, tuned as the program's own, finished."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=settle_in) as pool:
         return pool.submit(work, *given)
 
 

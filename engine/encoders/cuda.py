@@ -46,10 +46,10 @@ class CudaSentenceEncoder(WindowEncoder):
     `packing_note`: why the model does not run packed, or that it does. `places`: token places of a batch.
     """
 
-    # Token places of a packed batch for each multiprocessor, or more in all where a window takes more: two
+    # Token places of a packed batch for each multiprocessor, or more in all where a window takes more: four
     # tiles of rows, with which every product of MiniLM's sizes takes whole waves of programs, and none leaves
     # multiprocessors idle at its end. Of a batch that is not filled, the kernels skip what is empty.
-    TOKENS = 2 * ROW_TILE
+    TOKENS = 4 * ROW_TILE
 
     # Maximum token places of a padded batch. A single window costs a whole batch, since its shape must not
     # depend on other windows: fewer places make a single question faster and waste less on the last batch of
@@ -102,7 +102,8 @@ class CudaSentenceEncoder(WindowEncoder):
         self.packing_note = f"padded batches: {reason}" if reason else "packed batches"
         if reason is None:
             whole_window = -(-self.window // ROW_TILE) * ROW_TILE
-            usual = self.TOKENS * _multiprocessors(self._device)
+            card = torch.cuda.get_device_properties(device) if device == "cuda" else None
+            usual = self.TOKENS * (card.multi_processor_count if card else 1)
             self._pack_into(max(usual, whole_window) if places is None else places)
         elif self.places != self.PLACES:
             self._computed_in(f"batches of {self.places} places")
@@ -330,12 +331,6 @@ class Backlog:
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         self.windows = Windows(ids, offsets)
         self.numbers = self.numbers[rows]
-
-
-def _multiprocessors(device: torch.device) -> int:
-    import torch
-
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 class GraphSpace:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,26 +107,20 @@ def lay_out(asked: ProbeBatch, cut: TaskLimits, memory: Callable[[int], Int64s],
     far below what keeps the device busy. Then the plan takes more space, and the batch is better split.
     """
     probes = len(asked.query)
-    if probes == 0:
-        sizes = [0] * 7 + [1, 1, 1] + [0] * 4 + [1]
-        table = memory(sum(sizes))
-        table[:] = 0
-        return _columns(table, sizes)
-    group_of, first = _grouped(asked.segment)
-    groups = len(first) - 1
-    sizes = [probes] * 7 + [probes + 1] * 2 + [groups + 1] + [groups] * 4 + [groups + 1]
-    plan = _columns(memory(sum(sizes)), sizes)
-    plan.group_first[:] = first
-    _fill(plan, asked, group_of, cut, most_bytes)
-    return plan
+    table = memory(15 * probes + 4)  # enough for a group each
+    return _columns(table, probes, _fill(table, asked, cut, most_bytes))
 
 
-def _columns(table: Int64s, sizes: list[int]) -> Plan:
-    """Views of the table, one after the other."""
-    ends = np.cumsum(sizes).tolist()
-    columns: list[Any] = [table[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-    columns[4] = columns[4].view(np.float64)
-    return Plan(table, *columns)
+@jit
+def _columns(memory: Int64s, probes: int, groups: int) -> Plan:
+    """The table at the start of `memory`, and views of it, one after the other."""
+    table = memory[: 9 * probes + 6 * groups + 4]
+    a = table[: 7 * probes].reshape((7, probes))
+    sums = table[7 * probes : 9 * probes + 2].reshape((2, probes + 1))
+    rest = table[9 * probes + 2 :]
+    b = rest[groups + 1 : 5 * groups + 1].reshape((4, groups))
+    columns = (a[0], a[1], a[2], a[3], a[4].view(np.float64), a[5], a[6], sums[0], sums[1])
+    return Plan(table, *columns, rest[: groups + 1], b[0], b[1], b[2], b[3], rest[5 * groups + 1 :])
 
 
 @jit
@@ -162,6 +156,13 @@ def _grouped(segment: Int64s) -> tuple[Int64s, Int64s]:
 @jit
 def _place(plan: Plan, asked: ProbeBatch, group_of: Int64s) -> None:
     """Write the probes by group, in the caller's order within each, and the groups' addresses and rows."""
+    if len(plan.group_rows) == len(group_of):  # each is a group of its own, as mostly: whole columns
+        plan.probe_place[:] = group_of
+        plan.probe_query[:], plan.probe_limit[:], plan.probe_flag[:] = asked.query, asked.limit, asked.flag
+        plan.probe_theta[:], plan.probe_k[:] = asked.theta, asked.k
+        plan.group_vectors[:], plan.group_flags[:] = asked.vectors, asked.flags
+        plan.group_rows[:] = asked.limit
+        return
     taken = plan.group_first.copy()
     plan.group_rows[:] = 0
     for i in range(len(group_of)):
@@ -181,8 +182,10 @@ def _sum_up(plan: Plan, pieces: Int64s, step_rows: int) -> None:
     tasks = cells = listed = 0
     for g in range(len(pieces)):
         rows = plan.group_rows[g]
-        stride = max(ceil(rows / (pieces[g] * step_rows)), 1) * step_rows
-        count = min(rows, 1) if stride >= rows else ceil(rows / stride)
+        stride, count = max(rows, 1), min(rows, 1)
+        if pieces[g] > 1:
+            stride = ceil(rows / (pieces[g] * step_rows)) * step_rows
+            count = ceil(rows / stride)
         plan.group_stride[g], plan.group_task[g] = stride, tasks
         tasks += count
         for p in range(plan.group_first[g], plan.group_first[g + 1]):
@@ -219,10 +222,14 @@ def _split(plan: Plan, cut: TaskLimits, most_bytes: int) -> None:
 
 
 @jit
-def _fill(plan: Plan, asked: ProbeBatch, group_of: Int64s, cut: TaskLimits, most_bytes: int) -> None:
-    """Write all arrays but `group_first`: one call, as each unpacks the arrays anew."""
+def _fill(table: Int64s, asked: ProbeBatch, cut: TaskLimits, most_bytes: int) -> int:
+    """Write the table. Returns the number of groups. One call, as each unpacks the arrays anew."""
+    group_of, first = _grouped(asked.segment)
+    plan = _columns(table, len(group_of), len(first) - 1)
+    plan.group_first[:] = first
     _place(plan, asked, group_of)
     _split(plan, cut, most_bytes)
+    return len(first) - 1
 
 
 def shares_of(plan: Plan, count: int) -> Int64s:
