@@ -31,7 +31,7 @@ from undertow.kernels.gate.plan import (
     lay_out,
 )
 
-from ..support.kernels.cuda_shim.shim import COMPILER, ShimError, ShimKernels, build
+from ..support.kernels.cuda_shim.shim import COMPILER, ShimError, ShimKernels, build, guarded
 from ..support.kernels.gate_worlds import (
     EVERYTHING,
     NUMBA,
@@ -325,6 +325,22 @@ MUTANTS = {
         "rows[place] = row;\n    }\n    __syncwarp();",
         "rows[place] = row;\n    }",
     ),
+    "a list is read beyond its end": (
+        "if (cells.count[c] == cells.size[c]) continue;",
+        "(void)*(const volatile double *)&cells.scores[at];\n"
+        "        if (cells.count[c] == cells.size[c]) continue;",
+    ),
+    "a task is taken in two steps": (
+        "if (lane == 0) number = atomicAdd((unsigned long long *)cells.next_task, 1ull);",
+        "if (lane == 0) number = *cells.next_task;\n"
+        "    __syncwarp();\n"
+        "    if (lane == 0) *cells.next_task = number + 1;",
+    ),
+    "lanes meet at two lines": (
+        "number = __shfl_sync(ALL, number, 0);",
+        "if (lane < 16) number = __shfl_sync(ALL, number, 0);\n"
+        "    else number = __shfl_sync(ALL, number, 0);",
+    ),
     "a collective that not all lanes reach": (
         "if (asked) return true;",
         "if (task.flag & task.wanted) return true;",
@@ -378,20 +394,20 @@ def hard_cases() -> list[tuple[World, dict[str, Any]]]:
 
 
 def hard_reads(library: ctypes.CDLL, rings: Rings | None = None) -> None:
-    """Read hard cases by a library; AssertionError or ShimError where it errs."""
-    for world, asked in hard_cases():
+    """Read hard cases by a library, warps in other orders each time; AssertionError, ShimError: it errs."""
+    for seed, (world, asked) in enumerate(hard_cases()):
         reference = world.backends[0].gate(world.arenas[0]).read(**asked)
         for descending in (False, True):
-            kernels = ShimKernels(library, 64, cut_block=4, descending=descending, rings=rings)
+            kernels = ShimKernels(library, 64, cut_block=4, descending=descending, seed=seed, rings=rings)
             same(reference, poisoned_read(CudaGate(world.arenas[1], kernels), asked))
 
 
 def poisoned_read(gate: Gate, asked: dict[str, Any]) -> Any:
-    """Read with memory that comes full of small numbers: safe as indexes, wrong as results."""
+    """Read with plan, cells and results in guarded memory."""
     empty = torch.empty
 
-    def poisoned(size: int, **options: Any) -> torch.Tensor:
-        return empty(size, **options).fill_(1)
+    def poisoned(size: int, *, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+        return guarded(size, dtype) if size else empty(size, dtype=dtype, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", poisoned)
@@ -404,6 +420,7 @@ def test_the_right_kernel_passes_what_wrong_ones_are_put_to() -> None:
 
 
 RING_MUTANTS = {
+    "one ring for all warps": ("ring = threadIdx.x / WARP * RING_STAGES", "ring = 0"),
     "rows are scored before they came": ("wait_for(barriers + s, parity);", ""),
     "the phase never changes": ("parity ^= 1", "parity ^= 0"),
     "a slot is filled before all have read it": (

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import Arena, make_arena
 from undertow.kernels.arena.device_memory import DeviceMemory
-from undertow.kernels.gate.cuda_gate import CudaGate, Rings
+from undertow.kernels.gate.cuda_gate import STEP_ROWS, CudaGate, Rings
 from undertow.kernels.gate.gate import Gate, GateReadings, Probes
 from undertow.kernels.gate.planned_gate import PlannedGate
 
@@ -24,6 +24,7 @@ from .cuda_shim.shim import COMPILER, ShimKernels, build
 
 EVERYTHING = np.iinfo(np.int64).max
 POOL_BYTES = 4 << 20
+SHARED_BYTES = 232_448  # of a block, as in simt.h and on an H100
 _LIBRARIES = tempfile.TemporaryDirectory()
 
 
@@ -37,8 +38,9 @@ class Backend:
 
 
 def shim_rings(dim: int, stages: int) -> Rings | None:
-    """Rings of so many stages for two warps; None for 0 stages, the scan of cards before sm_90."""
-    return Rings(2, stages, shared_bytes=0) if stages else None
+    """Rings of so many stages for up to four warps; None for 0 stages, the scan of cards before sm_90."""
+    ring_bytes = stages * (STEP_ROWS * -(-dim // 8) * 16 + 8)
+    return Rings(min(4, SHARED_BYTES // ring_bytes), stages, shared_bytes=0) if stages else None
 
 
 @cache

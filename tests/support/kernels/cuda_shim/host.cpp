@@ -10,12 +10,13 @@ static Found found;
 
 // kernel: 0 scan, 1 tally, 2 merge. Structs by address. ranges: begin and end of what may be read, by pairs.
 extern "C" const char *launch(int kernel, unsigned blocks, unsigned threads, const void *const *structs, int cut_block,
-                              bool descending, const unsigned long long *ranges, int range_count) {
+                              bool descending, unsigned seed, const unsigned long long *ranges, int range_count) {
     plan = *(const Plan *)structs[0];
     cells = *(const Cells *)structs[1];
     if (kernel > 0) found = *(const Found *)structs[2];
     simt::cut_block = cut_block;
     simt::descending = descending;
+    simt::seed = seed;
     simt::readable.clear();
     for (int i = 0; i < range_count; ++i) simt::readable.push_back({ranges[2 * i], ranges[2 * i + 1]});
     void (*const bodies[])() = {[] { scan(plan, cells); }, [] { tally(plan, cells, found); }, [] { merge(plan, cells, found); }};

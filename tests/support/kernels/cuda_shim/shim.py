@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import mmap
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from undertow.kernels.gate.cuda_gate import BLOCK_THREADS, WARP, Rings, source
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
+PROT_NONE = 0  # of mprotect(2)
 KERNELS = ("scan", "tally", "merge")
 
 
@@ -45,7 +48,7 @@ def build(folder: Path, dim: int, edited: str | None = None, rings: Rings | None
 class ShimKernels:
     """cut_block: how many products an mma adds at a time, cutting bits off; 0 for plain fp32 sums.
 
-    rings: as the library was built with.
+    seed: of the order in which a block's warps go on. rings: as the library was built with.
     """
 
     def __init__(
@@ -54,12 +57,13 @@ class ShimKernels:
         dim: int,
         cut_block: int = 0,
         descending: bool = False,
+        seed: int = 0,
         rings: Rings | None = None,
     ) -> None:
-        self.warps = 8  # one of them takes all tasks, as warps run one after the other
+        self.warps = 8
         self._in_block = {"scan": rings.warps} if rings else {}
         self._library, self._row_bytes = library, -(-dim // 8) * 16
-        self._cut_block, self._descending = cut_block, descending
+        self._cut_block, self._descending, self._seed = cut_block, descending, seed
 
     def launch(self, kernel: str, warps: int, *structs: NDArray[Any]) -> None:
         in_block = self._in_block.get(kernel, BLOCK_THREADS // WARP)
@@ -72,6 +76,7 @@ class ShimKernels:
             addresses,
             self._cut_block,
             ctypes.c_bool(self._descending),
+            self._seed,
             ranges.ctypes.data_as(ctypes.c_void_p),
             len(ranges),
         )
@@ -88,6 +93,17 @@ class ShimKernels:
         ranges = np.concatenate((np.stack((begin, end), 1), [[queries, queries + asked]]))
         ranges = ranges[ranges[:, 0] < ranges[:, 1]]
         return np.ascontiguousarray(ranges[np.argsort(ranges[:, 0])])
+
+
+def guarded(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory [size] that ends where none may be touched, full of ones: safe as indexes, wrong as results."""
+    nbytes = size * dtype.itemsize
+    inside = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = mmap.mmap(-1, inside + mmap.PAGESIZE)
+    end = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + inside
+    if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(end), mmap.PAGESIZE, PROT_NONE):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    return torch.frombuffer(pages, dtype=dtype, count=size, offset=inside - nbytes).fill_(1)
 
 
 def _int64s(address: int, count: int) -> NDArray[np.int64]:

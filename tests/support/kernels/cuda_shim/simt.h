@@ -1,17 +1,21 @@
-// One warp at a time on the host: just enough of CUDA to run gate.cu as C++.
+// The warps of a block in turn on the host: just enough of CUDA to run gate.cu as C++.
 //
 // The 32 lanes of a warp are coroutines. Each runs until it meets a warp collective, leaves what it
 // brings and waits; when all have come, the collective is worked out and they go on. Lanes that meet
-// in different collectives, or leave while others wait, are an error, as they are on a device. Between
+// in different collectives, or in one at different lines, or leave while others wait, are an error. Between
 // collectives lanes run one after the other, from lane 0 up or from lane 31 down, so that a missing
-// barrier shows as a wrong result in one of the two orders.
+// barrier shows as a wrong result in one of the two orders. At each collective another warp of the block may
+// go on, drawn at random; blocks run one after the other.
 #pragma once
 
 #include <algorithm>
 #include <csetjmp>
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <deque>
+#include <random>
 #include <string>
 #include <ucontext.h>
 #include <utility>
@@ -45,6 +49,7 @@ inline const char *const KIND_NAMES[] = {"none", "ballot", "reduce_or", "shfl", 
 
 struct Visit {  // what a lane brings to a collective, and what it takes away
     Kind kind;
+    int line;
     unsigned mask;
     int source;  // of a shuffle
     uint64_t value;
@@ -69,27 +74,29 @@ struct Warp {
     void (*body)();
 };
 
-inline Warp warp;
+inline Warp *warp;               // the one that runs
+inline unsigned seed = 0;        // of the order in which warps run
 inline int cut_block = 0;        // products that an mma adds in one go, cutting bits off; 0: plain fp32
 inline bool descending = false;  // the order in which lanes run
 inline std::string error;
 inline std::vector<Range> readable;
 
-inline Index thread_index() { return {warp.thread_base.x + warp.current}; }
+inline Index thread_index() { return {warp->thread_base.x + warp->current}; }
 
 inline void fail(const std::string &text) {
     if (error.empty()) error = text;
 }
 
-inline Visit &meet(Kind kind, unsigned mask) {
-    Lane &lane = warp.lanes[warp.current];
+inline Visit &meet(Kind kind, unsigned mask, int line) {
+    Lane &lane = warp->lanes[warp->current];
     lane.visit.kind = kind;
+    lane.visit.line = line;
     lane.visit.mask = mask;
-    if (_setjmp(lane.place) == 0) _longjmp(warp.home, 1);
+    if (_setjmp(lane.place) == 0) _longjmp(warp->home, 1);
     return lane.visit;
 }
 
-inline Visit &mine() { return warp.lanes[warp.current].visit; }
+inline Visit &mine() { return warp->lanes[warp->current].visit; }
 
 inline float half_value(unsigned bits) {
     const int exponent = bits >> 10 & 31, fraction = bits & 1023;
@@ -101,7 +108,7 @@ inline float half_value(unsigned bits) {
 inline void mma_all() {
     static float a[16][16], b[16][8];
     for (int l = 0; l < LANES; ++l) {
-        const unsigned *operands = warp.lanes[l].visit.operands;
+        const unsigned *operands = warp->lanes[l].visit.operands;
         const int group = l >> 2, in_group = l % 4;
         for (int i = 0; i < 8; ++i) {
             const int row = i < 2 || (4 <= i && i < 6) ? group : group + 8;
@@ -116,7 +123,7 @@ inline void mma_all() {
     for (int l = 0; l < LANES; ++l) {
         for (int i = 0; i < 4; ++i) {
             const int row = (l >> 2) + (i >= 2 ? 8 : 0), column = l % 4 * 2 + (i & 1);
-            float &sum = warp.lanes[l].visit.sums[i];
+            float &sum = warp->lanes[l].visit.sums[i];
             if (cut_block == 0) {
                 for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
                 continue;
@@ -142,12 +149,12 @@ inline void settle(Kind kind) {
     if (kind == Kind::mma) return mma_all();
     uint64_t values[LANES], bits = 0, any = 0;
     for (int l = 0; l < LANES; ++l) {
-        values[l] = warp.lanes[l].visit.value;
+        values[l] = warp->lanes[l].visit.value;
         bits |= (uint64_t)(values[l] != 0) << l;
         any |= values[l];
     }
     for (int l = 0; l < LANES; ++l) {
-        Visit &visit = warp.lanes[l].visit;
+        Visit &visit = warp->lanes[l].visit;
         if (kind == Kind::ballot) visit.value = bits;
         if (kind == Kind::reduce_or) visit.value = any;
         if (kind == Kind::shuffle) visit.value = values[visit.source & 31];
@@ -156,15 +163,15 @@ inline void settle(Kind kind) {
 }
 
 inline void enter() {
-    warp.body();
-    warp.lanes[warp.current].done = true;
-    _longjmp(warp.home, 1);
+    warp->body();
+    warp->lanes[warp->current].done = true;
+    _longjmp(warp->home, 1);
 }
 
 inline void resume(int l) {
-    Lane &lane = warp.lanes[l];
-    warp.current = l;
-    if (_setjmp(warp.home)) return;
+    Lane &lane = warp->lanes[l];
+    warp->current = l;
+    if (_setjmp(warp->home)) return;
     if (lane.started) _longjmp(lane.place, 1);
     lane.started = true;
     getcontext(&lane.start);
@@ -175,23 +182,44 @@ inline void resume(int l) {
     setcontext(&lane.start);
 }
 
-inline void run_warp(void (*body)()) {
-    warp.body = body;
-    for (Lane &lane : warp.lanes) lane.started = lane.done = false;
-    while (error.empty()) {
-        int done = 0;
-        for (int i = 0; i < LANES; ++i) resume(descending ? LANES - 1 - i : i);
-        for (const Lane &lane : warp.lanes) done += lane.done;
-        if (done == LANES) return;
-        const Visit &first = warp.lanes[0].visit;
-        for (const Lane &lane : warp.lanes) {
-            if (lane.done) return fail("lanes have left while others wait at " + std::string(KIND_NAMES[(int)first.kind]));
-            if (lane.visit.kind != first.kind)
-                return fail("lanes meet in different collectives: " + std::string(KIND_NAMES[(int)first.kind]) + " and " +
-                            KIND_NAMES[(int)lane.visit.kind]);
-            if (lane.visit.mask != 0xffffffffu) return fail("a collective that does not name all lanes");
-        }
-        settle(first.kind);
+// The lanes of the running warp up to their next collective. Whether they have left, or erred.
+inline bool advance() {
+    int done = 0;
+    for (int i = 0; i < LANES; ++i) resume(descending ? LANES - 1 - i : i);
+    for (const Lane &lane : warp->lanes) done += lane.done;
+    if (done == LANES || !error.empty()) return true;
+    const Visit &first = warp->lanes[0].visit;
+    const std::string name = KIND_NAMES[(int)first.kind], line = std::to_string(first.line);
+    for (const Lane &lane : warp->lanes) {
+        if (lane.done) fail("lanes have left while others wait at " + name);
+        if (lane.visit.kind != first.kind)
+            fail("lanes meet in different collectives: " + name + " and " + KIND_NAMES[(int)lane.visit.kind]);
+        if (lane.visit.line != first.line)
+            fail("lanes meet in " + name + " at different lines: " + line + " and " + std::to_string(lane.visit.line));
+        if (lane.visit.mask != 0xffffffffu) fail("a collective that does not name all lanes");
+    }
+    settle(first.kind);
+    return false;
+}
+
+inline void run_block(void (*body)(), unsigned block, unsigned threads) {
+    static std::deque<Warp> warps;
+    static std::mt19937 draw;
+    draw.seed(seed + block);
+    std::vector<Warp *> left;
+    warps.resize(std::max<size_t>(warps.size(), threads / LANES));
+    for (unsigned t = 0; t < threads; t += LANES) {
+        Warp &each = warps[t / LANES];
+        each.block = {block};
+        each.thread_base = {t};
+        each.body = body;
+        for (Lane &lane : each.lanes) lane.started = lane.done = false;
+        left.push_back(&each);
+    }
+    while (!left.empty() && error.empty()) {
+        const size_t next = draw() % left.size();
+        warp = left[next];
+        if (advance()) left.erase(left.begin() + next);
     }
 }
 
@@ -225,19 +253,21 @@ inline void check_readable(const char *source, size_t bytes) {
     if (at % 16) fail("a read that is not aligned to 16 bytes");
 }
 
-// Run a kernel with so many blocks; what went wrong, or nullptr.
+inline sigjmp_buf out_of_bounds;
+
+// Run a kernel with so many blocks; what went wrong, or nullptr. Memory that must not be touched is an error.
 inline const char *launch(void (*body)(), unsigned blocks, unsigned threads) {
     static std::string told;
     error.clear();
     copies.clear();
     barriers.clear();
     if (blocks == 0) fail("a launch of no blocks");
-    for (unsigned b = 0; b < blocks && error.empty(); ++b)
-        for (unsigned t = 0; t < threads && error.empty(); t += LANES) {
-            warp.block = {b};
-            warp.thread_base = {t};
-            run_warp(body);
-        }
+    struct sigaction before, during = {};
+    during.sa_handler = [](int) { siglongjmp(out_of_bounds, 1); };
+    sigaction(SIGSEGV, &during, &before);
+    if (sigsetjmp(out_of_bounds, 1)) fail("memory was touched beyond an array");
+    for (unsigned b = 0; b < blocks && error.empty(); ++b) run_block(body, b, threads);
+    sigaction(SIGSEGV, &before, nullptr);
     if (!copies.empty()) fail("rows are on their way to a warp that has left");
     told = error;
     return told.empty() ? nullptr : told.c_str();
@@ -251,10 +281,10 @@ uint64_t bits_of(T value) {
 }
 
 template <class T>
-T exchange(Kind kind, unsigned mask, T value, int source) {
+T exchange(Kind kind, unsigned mask, T value, int source, int line) {
     mine().value = bits_of(value);
     mine().source = source;
-    const uint64_t bits = meet(kind, mask).value;
+    const uint64_t bits = meet(kind, mask, line).value;
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }
@@ -262,23 +292,23 @@ T exchange(Kind kind, unsigned mask, T value, int source) {
 }  // namespace simt
 
 #define threadIdx simt::thread_index()
-#define blockIdx simt::warp.block
+#define blockIdx simt::warp->block
 
 template <class T>
-T __shfl_sync(unsigned mask, T value, int source) {
-    return simt::exchange(simt::Kind::shuffle, mask, value, source);
+T __shfl_sync(unsigned mask, T value, int source, int line = __builtin_LINE()) {
+    return simt::exchange(simt::Kind::shuffle, mask, value, source, line);
 }
 template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int other) {
-    return simt::exchange(simt::Kind::shuffle_xor, mask, value, other);
+T __shfl_xor_sync(unsigned mask, T value, int other, int line = __builtin_LINE()) {
+    return simt::exchange(simt::Kind::shuffle_xor, mask, value, other, line);
 }
-inline unsigned __ballot_sync(unsigned mask, int value) {
-    return simt::exchange<unsigned>(simt::Kind::ballot, mask, value != 0, 0);
+inline unsigned __ballot_sync(unsigned mask, int value, int line = __builtin_LINE()) {
+    return simt::exchange<unsigned>(simt::Kind::ballot, mask, value != 0, 0, line);
 }
-inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
-    return simt::exchange(simt::Kind::reduce_or, mask, value, 0);
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value, int line = __builtin_LINE()) {
+    return simt::exchange(simt::Kind::reduce_or, mask, value, 0, line);
 }
-inline void __syncwarp() { simt::meet(simt::Kind::sync, 0xffffffffu); }
+inline void __syncwarp(int line = __builtin_LINE()) { simt::meet(simt::Kind::sync, 0xffffffffu, line); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(unsigned bits) { return __builtin_ffs((int)bits); }
 inline unsigned long long atomicAdd(unsigned long long *place, unsigned long long value) {
@@ -287,11 +317,12 @@ inline unsigned long long atomicAdd(unsigned long long *place, unsigned long lon
     return before;
 }
 
-inline void mma(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+inline void mma(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1,
+                int line = __builtin_LINE()) {
     const unsigned operands[6] = {a0, a1, a2, a3, b0, b1};
     std::memcpy(simt::mine().operands, operands, sizeof operands);
     std::memcpy(simt::mine().sums, sums, sizeof sums);
-    std::memcpy(sums, simt::meet(simt::Kind::mma, 0xffffffffu).sums, sizeof sums);
+    std::memcpy(sums, simt::meet(simt::Kind::mma, 0xffffffffu, line).sums, sizeof sums);
 }
 
 alignas(128) inline char shared_memory[232448];
@@ -311,13 +342,13 @@ inline void expect(long long *place, unsigned bytes) {
 }
 inline void bulk_copy(char *target, const char *source, unsigned bytes, long long *place) {
     if (bytes % 16 || (uintptr_t)target % 16) simt::fail("a copy in bulk that is not in units of 16 bytes");
-    if (target < shared_memory || target + bytes > shared_memory + sizeof shared_memory) simt::fail("a copy beyond shared memory");
+    if (target < shared_memory || target + bytes > shared_memory + sizeof shared_memory) return simt::fail("a copy beyond shared memory");
     simt::check_readable(source, bytes);
     std::memset(target, 0xff, bytes);
     simt::copies.push_back({target, source, bytes, place});
 }
-inline void wait_for(long long *place, unsigned parity) {
-    simt::meet(simt::Kind::sync, 0xffffffffu);  // the lanes before this one must not wait for its copies
+inline void wait_for(long long *place, unsigned parity, int line = __builtin_LINE()) {
+    simt::meet(simt::Kind::sync, 0xffffffffu, line);  // the lanes before this one must not wait for its copies
     simt::Barrier &barrier = simt::barrier_at(place);
     if ((barrier.phase & 1) != parity) return;
     unsigned came = 0;
