@@ -222,10 +222,13 @@ class PartitionReply(Reply):
 
 
 class NarrativeReply(Reply):
-    """Reply to `narrate` and `integrate`: c and N of NEMORI, section 3.2."""
+    """Reply to `narrate` and `integrate`: c and N of NEMORI, section 3.2.
 
-    cue: str = Field(min_length=1, max_length=CUE_CHARS)
+    The cue comes last: where it came first, a small model told all in it, and then repeated it without end.
+    """
+
     narrative: str = Field(min_length=1, max_length=NARRATIVE_CHARS)
+    cue: str = Field(min_length=1, max_length=CUE_CHARS)
 
 
 class SelectReply(Reply):

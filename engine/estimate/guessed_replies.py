@@ -65,7 +65,7 @@ class _Parts:
         return found
 
     def _narrative(self, texts: Texts, chars: float) -> Fields:
-        return {"cue": self._write(texts, CUE_CHARS), "narrative": self._write(texts, chars)}
+        return {"narrative": self._write(texts, chars), "cue": self._write(texts, CUE_CHARS)}
 
     def _cut(self, count: int, messages_each: int) -> list[range]:
         """The numbers 1 to `count` in as many runs as there are topics."""
