@@ -351,7 +351,8 @@ class Admission:
             missing = np.flatnonzero(~vectors.any(axis=1)).tolist()
             if not missing:
                 return Encoded(vectors)
-        names = [new.tenants[owner].name for owner in new.owners[missing].tolist()]
+        of_owner = [tenant.name for tenant in new.tenants]
+        names = [of_owner[owner] for owner in new.owners[missing].tolist()]
         texts = self._as_embedded([new.texts[n] for n in missing], [new.timestamps[n] for n in missing])
         with self._trace.span("encode", texts=len(texts)):
             encoded = self._encoder.embed(names, texts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -118,18 +118,20 @@ class PlacedTurns:
         fresh = ~may_hold([tenant.keys for tenant in tenants], owners, hashes)
         for place in np.flatnonzero(~fresh).tolist():
             fresh[place] = tenants[owners[place]].seq_of(turns.keys[place]) is None
-        if len(set(zip(turns.tenants, turns.keys, strict=True))) < count:
+        # equal keys of one tenant have equal sums; so may others, by chance
+        if len(np.unique(hashes + owners)) < count:
             fresh &= _are_first(zip(turns.tenants, turns.keys, strict=True))
         places = np.flatnonzero(fresh)
         owners, taken = owners[places], places.tolist()
         own, sessions = _taken(turns.timestamps, taken), _taken(turns.sessions, taken)
-        timestamps = own
+        timestamps, payloads = own, _taken(turns.payloads, taken)
         if None in own:
-            timestamps = _inherited(own, sessions, [tenants[owner] for owner in owners.tolist()])
-        payloads = [
-            payload if given == effective else stamped(payload, effective)
-            for payload, given, effective in zip(_taken(turns.payloads, taken), own, timestamps, strict=True)
-        ]
+            timestamps = _inherited(own, sessions, owners.tolist(), [t.last_timestamp for t in tenants])
+        if timestamps is not own:
+            payloads = [
+                payload if given == effective else stamped(payload, effective)
+                for payload, given, effective in zip(payloads, own, timestamps, strict=True)
+            ]
         texts = _taken(turns.texts, taken)
         return cls(tenants, taken, owners, hashes[places], timestamps, texts, sessions, payloads)
 
@@ -230,15 +232,23 @@ def _are_first(keys: Iterable[tuple[str, str]]) -> NDArray[np.bool_]:
 
 
 def _inherited(
-    timestamps: Sequence[str | None], sessions: Sequence[str], tenants: Sequence[Tenant]
+    timestamps: Sequence[str | None],
+    sessions: Sequence[str],
+    owners: Sequence[int],
+    before: Sequence[Mapping[str, str]],
 ) -> Sequence[str | None]:
-    """The effective timestamp of each turn: its own, or the previous one of its session."""
-    latest: dict[tuple[str, str], str] = {}
+    """The effective timestamp of each turn: its own, or the previous one of its session.
+
+    `before`: by owner, the last one of each session.
+    """
+    if not any(before) and not any(timestamps):
+        return timestamps
+    latest: dict[tuple[int, str], str] = {}
     effective = []
-    for timestamp, session, tenant in zip(timestamps, sessions, tenants, strict=True):
+    for timestamp, session, owner in zip(timestamps, sessions, owners, strict=True):
         if timestamp is None:
-            timestamp = latest.get((tenant.name, session)) or tenant.last_timestamp.get(session)
+            timestamp = latest.get((owner, session)) or before[owner].get(session)
         if timestamp is not None:
-            latest[tenant.name, session] = timestamp
+            latest[owner, session] = timestamp
         effective.append(timestamp)
     return effective
