@@ -3,7 +3,8 @@
     python -m undertow.serving.vllm.local_server &
     python -m undertow.bench.quality.real_model.prompt_suite --llm http://127.0.0.1:8000/v1 --out FILE
 
-UNDERTOW_POLICY and UNDERTOW_CALLS choose another policy or form of calls.
+UNDERTOW_POLICY and UNDERTOW_CALLS choose another policy or form of calls. With `--unlike` no turn is like
+another, so that RecMem reads salient turns alone.
 Each log of `prompt_suite_cases.json` is a tenant. Its first four turns fire, the fifth may be merged, and a
 flush reads what else says much. A planted detail names its turn and patterns of words, all of which one
 memory must have, and no other turn has. `when`: patterns of the date that a relative time must be worked out
@@ -72,10 +73,10 @@ def details(case: Case) -> list[Detail]:
     ]
 
 
-def settings_for(llm_url: str | None, model: str | None) -> Settings:
-    """Every turn is similar to every other: four make a cluster, and the next may be merged."""
+def settings_for(llm_url: str | None, model: str | None, theta: float = -1.0) -> Settings:
+    """With this theta every turn is similar to every other: four make a cluster, the next may be merged."""
     given: dict[str, Any] = {"llm_url": llm_url, "llm_model": model, "llm_timeout_s": 900.0}
-    given |= {"theta_sim": -1.0, "theta_merge": -1.0, "theta_count": 4, "quiet_share": 0.0}
+    given |= {"theta_sim": theta, "theta_merge": theta, "theta_count": 4, "quiet_share": 0.0}
     return Settings(encoder="hash:384", device="cpu", context_tokens=4_096, reply_tokens=640, **given)
 
 
@@ -172,7 +173,8 @@ def measure(settings: Settings, out: Path, llm: LLMClient | None = None) -> dict
     for outcome in outcomes:
         outcome["usage"] = {operation: asdict(usage) for operation, usage in outcome["usage"].items()}
     about: dict[str, Any] = {"bench": "prompt-suite", "policy": settings.policy, "calls": settings.call_form}
-    about |= {"model": settings.llm_model, "commit": commit(), "machine": describe()}
+    about |= {"model": settings.llm_model, "commit": commit()}
+    about |= {"theta_sim": settings.theta_sim, "machine": describe()}
     about |= {"prompt_versions": prompt_versions(settings.style_of_answers)}
     write_json(out, {**about, "summary": told, "outcomes": outcomes})
     return told
@@ -182,9 +184,10 @@ def main(
     llm: Annotated[str, typer.Option(help="URL of the LLM server")],
     out: Annotated[Path, typer.Option(help="the result, one JSON document")],
     model: Annotated[str | None, typer.Option(help="its model, if the server has several")] = None,
+    unlike: Annotated[bool, typer.Option("--unlike", help="no turn is like another")] = False,
 ) -> None:
     sys.stderr.write("twenty logs: minutes on a CPU\n")
-    print(json.dumps(measure(named(settings_for(llm, model)), out), indent=1))
+    print(json.dumps(measure(named(settings_for(llm, model, 1.0 if unlike else -1.0)), out), indent=1))
 
 
 if __name__ == "__main__":
