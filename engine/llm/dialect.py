@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 from undertow.prompts.builders import Prompt
 
-Part = Literal["max_tokens", "temperature", "seed", "schema bounds", "response_format"]
+Part = Literal["max_tokens", "temperature", "seed", "frequency_penalty", "schema bounds", "response_format"]
 
-_PARAMETERS: tuple[Part, ...] = ("max_tokens", "temperature", "seed")
+_PARAMETERS: tuple[Part, ...] = ("max_tokens", "temperature", "seed", "frequency_penalty")
+# After a reply that was cut off: small models repeat sentences without end, and 0.2 ended that.
+_PENALTY = 0.3
 _UNSUPPORTED = re.compile(r"support|permitted|allowed|accept|unrecogni|unknown|unexpected|forbidden", re.I)
 _OF_SCHEMA = re.compile(r"response_format|schema|grammar|(min|max)(Length|Items)", re.I)
 # a complaint about one prompt, which other prompts need not share; OpenAI's of schemas say "In context=..."
@@ -26,11 +28,16 @@ _SYSTEMATIC_PROMPTS = 3
 
 
 def request_body(
-    prompt: Prompt, messages: list[dict[str, str]], reply_tokens: int, refused: frozenset[Part]
+    prompt: Prompt, messages: list[dict[str, str]], reply_tokens: int, longer: bool, refused: frozenset[Part]
 ) -> dict[str, Any]:
-    """A chat completion request without its model, and without the parts that are `refused`."""
+    """A chat completion request without its model, and without the parts that are `refused`.
+
+    `longer`: a reply was cut off before.
+    """
     limit = "max_completion_tokens" if "max_tokens" in refused else "max_tokens"
     body: dict[str, Any] = {"messages": messages, "temperature": 0, "seed": 0, limit: reply_tokens}
+    if longer:
+        body["frequency_penalty"] = _PENALTY
     if prompt.reply is not None:
         reply, bounded = prompt.reply, "schema bounds" not in refused
         schema = reply.wire_schema() if bounded else reply.unbounded_schema()

@@ -148,7 +148,7 @@ class Server:
                 self._model.agree(self.url, await self._models())
                 self._agreed = True
             reply_tokens = self._longest(prompt, messages) if longer else self._reply_tokens
-            body_without = partial(request_body, prompt, messages, reply_tokens)
+            body_without = partial(request_body, prompt, messages, reply_tokens, longer)
             stream = None if on_text is None else ReplyStream(on_text, after_notes=prompt.after_notes)
             completion = await self._accepted(body_without, stream)
         except openai.APIStatusError as error:

@@ -249,6 +249,21 @@ def test_a_reply_that_was_cut_off_may_be_as_long_as_its_schema_allows(context_to
     room = context_tokens - size_tokens(asked[1]["messages"])
     most = min(room, 99 + MergeReply.most_tokens())
     assert [body["max_tokens"] for body in asked] == [99, most] and most > 200
+    assert [body.get("frequency_penalty") for body in asked] == [None, 0.3], "lest it repeats itself for ever"
+
+
+def test_a_server_without_a_penalty_for_repetition_is_asked_without() -> None:
+    asked: list[dict[str, Any]] = []
+
+    def handle(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        asked.append(body)
+        if "frequency_penalty" in body:
+            return 400, {"error": {"message": "frequency_penalty is not supported"}}
+        return 200, completion(CONTENT, "length" if number == 0 else "stop")
+
+    with odd_server(handle) as url, client(url) as llm:
+        assert outcomes(llm, 0) == [2]
+    assert ["frequency_penalty" in body for body in asked] == [False, True, False]
 
 
 def test_a_narrative_that_fills_its_bound_is_asked_again_and_never_stored() -> None:
