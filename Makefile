@@ -33,8 +33,8 @@ GPU_BENCH ?=
 # -o in place of --timeout: pytest-timeout may be missing
 GPU_PYTEST := $(GPU_RUN) pytest --require-gpu --continue-on-collection-errors --color=no
 SANITIZE_TOOLS ?= memcheck racecheck synccheck initcheck
-# for the rings of all blocks: with the default number the kernel ended in a launch failure
-SANITIZE_BARRIERS := 1048576
+# of a block, at least 16 warps x 3 stages: with the default number the kernel ended in a launch failure
+SANITIZE_BARRIERS := 64
 # for each tool: the four stay below ten minutes
 SANITIZE_SECONDS ?= 140
 SANITIZE_TESTS := tests/kernels/test_gate.py tests/kernels/test_gate_gpu.py::test_hard_cases_read_as_the_reference_does

@@ -36,7 +36,7 @@ class Scale:
     ivf_rows: int = 1_000_000
     encode_texts: int = 131_072
     ingest_exchanges: int = 393_216
-    ingest_batch: int = 65_536  # the most that the settings allow, for tenants whose turns come in turn
+    ingest_batch: int = 65_536  # the largest step that the settings allow: the tenants alternate
     copy_bytes: int = 4 << 30
     matmul_side: int = 8_192
 

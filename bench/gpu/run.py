@@ -99,14 +99,16 @@ def run(options: Options) -> tuple[dict[str, Any], list[Figure]]:
 def measure_part(part: str, scale: Scale, limits: Limits, encoder: Path | None = None) -> Part:
     """One part, in this process; with the model in the folder `encoder` where the part has one."""
     module = import_module(f"undertow.bench.gpu.{part}")
+    if part == "ingest":
+        settle_in()  # as `undertow ingest` does
     model = {"encoder": str(encoder)} if encoder is not None and part in WITH_MODEL else {}
     found: Part = module.measure(Rig(), scale, limits, **model)
     return found
 
 
 def apart(work: Callable[..., T], *given: Any) -> Future[T]:
-    """A call in a fresh process, tuned as the program's own, finished."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=settle_in) as pool:
+    """A call in a fresh process, finished."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(work, *given)
 
 

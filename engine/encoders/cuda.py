@@ -46,9 +46,9 @@ class CudaSentenceEncoder(WindowEncoder):
     `packing_note`: why the model does not run packed, or that it does. `places`: token places of a batch.
     """
 
-    # Token places of a packed batch for each multiprocessor, or more in all where a window takes more: four
-    # tiles of rows, with which every product of MiniLM's sizes takes whole waves of programs, and none leaves
-    # multiprocessors idle at its end. Of a batch that is not filled, the kernels skip what is empty.
+    # Token places of a packed batch for each multiprocessor, or more in all where a window takes more. With
+    # two tiles of rows, or four, MiniLM's products take whole waves of programs. Four are 3% faster on an
+    # H100; a text alone takes 0.96 ms in place of 0.70. The kernels skip what is empty.
     TOKENS = 4 * ROW_TILE
 
     # Maximum token places of a padded batch. A single window costs a whole batch, since its shape must not
@@ -102,8 +102,9 @@ class CudaSentenceEncoder(WindowEncoder):
         self.packing_note = f"padded batches: {reason}" if reason else "packed batches"
         if reason is None:
             whole_window = -(-self.window // ROW_TILE) * ROW_TILE
-            card = torch.cuda.get_device_properties(device) if device == "cuda" else None
-            usual = self.TOKENS * (card.multi_processor_count if card else 1)
+            usual = self.TOKENS
+            if self._device.type == "cuda":
+                usual *= torch.cuda.get_device_properties(self._device).multi_processor_count
             self._pack_into(max(usual, whole_window) if places is None else places)
         elif self.places != self.PLACES:
             self._computed_in(f"batches of {self.places} places")

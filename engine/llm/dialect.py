@@ -30,10 +30,7 @@ _SYSTEMATIC_PROMPTS = 3
 def request_body(
     prompt: Prompt, messages: list[dict[str, str]], reply_tokens: int, longer: bool, refused: frozenset[Part]
 ) -> dict[str, Any]:
-    """A chat completion request without its model, and without the parts that are `refused`.
-
-    `longer`: a reply was cut off before.
-    """
+    """A chat completion request without its model and what is `refused`. `longer`: a reply was cut off."""
     limit = "max_completion_tokens" if "max_tokens" in refused else "max_tokens"
     body: dict[str, Any] = {"messages": messages, "temperature": 0, "seed": 0, limit: reply_tokens}
     if longer:

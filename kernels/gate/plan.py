@@ -113,8 +113,8 @@ def lay_out(asked: ProbeBatch, cut: TaskLimits, memory: Callable[[int], Int64s],
 
 @jit
 def _columns(memory: Int64s, probes: int, groups: int) -> Plan:
-    """The table at the start of `memory`, and views of it, one after the other."""
-    table = memory[: 9 * probes + 6 * groups + 4]
+    """The table at the end of `memory`, and views of it, one after the other."""
+    table = memory[len(memory) - (9 * probes + 6 * groups + 4) :]
     a = table[: 7 * probes].reshape((7, probes))
     sums = table[7 * probes : 9 * probes + 2].reshape((2, probes + 1))
     rest = table[9 * probes + 2 :]
@@ -178,7 +178,7 @@ def _place(plan: Plan, asked: ProbeBatch, group_of: Int64s) -> None:
 
 @jit
 def _sum_up(plan: Plan, pieces: Int64s, step_rows: int) -> None:
-    """Strides in whole steps, so maybe fewer tasks than pieces; and where tasks, cells, lists start."""
+    """Strides (whole steps, where there are several pieces), and where tasks, cells and lists start."""
     tasks = cells = listed = 0
     for g in range(len(pieces)):
         rows = plan.group_rows[g]

@@ -40,6 +40,7 @@ class Backend:
 def shim_rings(dim: int, stages: int) -> Rings | None:
     """Rings of so many stages for up to four warps; None for 0 stages, the scan of cards before sm_90."""
     ring_bytes = stages * (STEP_ROWS * -(-dim // 8) * 16 + 8)
+    assert ring_bytes <= SHARED_BYTES
     return Rings(min(4, SHARED_BYTES // ring_bytes), stages, shared_bytes=0) if stages else None
 
 

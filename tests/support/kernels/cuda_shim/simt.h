@@ -182,7 +182,7 @@ inline void resume(int l) {
     setcontext(&lane.start);
 }
 
-// The lanes of the running warp up to their next collective. Whether they have left, or erred.
+// The lanes of the running warp up to their next collective. Whether they have left; see `error`.
 inline bool advance() {
     int done = 0;
     for (int i = 0; i < LANES; ++i) resume(descending ? LANES - 1 - i : i);
@@ -206,7 +206,8 @@ inline void run_block(void (*body)(), unsigned block, unsigned threads) {
     static std::deque<Warp> warps;
     static std::mt19937 draw;
     draw.seed(seed + block);
-    std::vector<Warp *> left;
+    static std::vector<Warp *> left;  // static: a jump out of bounds runs no destructor
+    left.clear();
     warps.resize(std::max<size_t>(warps.size(), threads / LANES));
     for (unsigned t = 0; t < threads; t += LANES) {
         Warp &each = warps[t / LANES];
@@ -254,6 +255,12 @@ inline void check_readable(const char *source, size_t bytes) {
 }
 
 inline sigjmp_buf out_of_bounds;
+inline thread_local bool running = false;
+
+inline void beyond(int number) {
+    if (running) siglongjmp(out_of_bounds, 1);
+    signal(number, SIG_DFL);  // of another thread: as without a handler
+}
 
 // Run a kernel with so many blocks; what went wrong, or nullptr. Memory that must not be touched is an error.
 inline const char *launch(void (*body)(), unsigned blocks, unsigned threads) {
@@ -263,10 +270,12 @@ inline const char *launch(void (*body)(), unsigned blocks, unsigned threads) {
     barriers.clear();
     if (blocks == 0) fail("a launch of no blocks");
     struct sigaction before, during = {};
-    during.sa_handler = [](int) { siglongjmp(out_of_bounds, 1); };
+    during.sa_handler = beyond;
     sigaction(SIGSEGV, &during, &before);
+    running = true;
     if (sigsetjmp(out_of_bounds, 1)) fail("memory was touched beyond an array");
     for (unsigned b = 0; b < blocks && error.empty(); ++b) run_block(body, b, threads);
+    running = false;
     sigaction(SIGSEGV, &before, nullptr);
     if (!copies.empty()) fail("rows are on their way to a warp that has left");
     told = error;
