@@ -224,7 +224,7 @@ class PartitionReply(Reply):
 class NarrativeReply(Reply):
     """Reply to `narrate` and `integrate`: c and N of NEMORI, section 3.2.
 
-    The cue comes last: where it came first, a small model told all in it, and then repeated it without end.
+    The cue comes last. Where it came first, a small model told all in it, and then repeated it without end.
     """
 
     narrative: str = Field(min_length=1, max_length=NARRATIVE_CHARS)
