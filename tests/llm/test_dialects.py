@@ -249,7 +249,7 @@ def test_a_reply_that_was_cut_off_may_be_as_long_as_its_schema_allows(context_to
     room = context_tokens - size_tokens(asked[1]["messages"])
     most = min(room, 99 + MergeReply.most_tokens())
     assert [body["max_tokens"] for body in asked] == [99, most] and most > 200
-    assert [body.get("frequency_penalty") for body in asked] == [None, 0.3], "so that it does not repeat itself"
+    assert [body.get("frequency_penalty") for body in asked] == [None, 0.3], "against endless repetition"
 
 
 def test_a_server_without_a_penalty_for_repetition_is_asked_without() -> None:
