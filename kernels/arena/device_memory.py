@@ -57,6 +57,8 @@ class DeviceMemory:
         self._values = self._rows[:, :dim]
         self._mirror = np.zeros(rows, np.uint8)
         self._ranges = RangeAllocator(rows)
+        # Slabs that were replaced, the first row of what replaces each, and how many rows move there.
+        self._outgrown: list[tuple[Range, int, int]] = []
         self._address = self._rows.data_ptr()
         self._flags_address = self._flags.data_ptr()
 
@@ -93,7 +95,7 @@ class DeviceMemory:
     # -- slabs
 
     def resize(self, slab: Range | None, rows: int, length: int) -> Range:
-        """A slab for `rows` rows with the first `length` rows of `slab`, which is freed.
+        """A slab for `rows` rows in place of `slab`, whose first `length` rows move into it at `settle`.
 
         MemoryError: there is no room, and nothing changed.
         """
@@ -107,11 +109,26 @@ class DeviceMemory:
                 f"{self._ranges.largest_free} of them together, and a segment needs {size}"
             )
         if slab is not None:
-            source, target = slice(slab.start, slab.start + length), slice(new.start, new.start + length)
-            self._rows[target], self._flags[target] = self._rows[source], self._flags[source]
-            self._mirror[target] = self._mirror[source]
-            self.give(slab)
+            self._outgrown.append((slab, new.start, length))
         return new
+
+    def settle(self) -> bool:
+        """Move the rows of all slabs that `resize` replaced, in a few launches. Returns whether it freed any."""
+        if not self._outgrown:
+            return False
+        slabs, starts, counts = zip(*self._outgrown, strict=True)
+        self._outgrown = []
+        lengths = np.array(counts)
+        before = np.array([slab.start for slab in slabs])
+        sources = np.arange(lengths.sum()) + np.repeat(before - np.cumsum(lengths) + lengths, lengths)
+        self._carry(sources, sources + np.repeat(np.array(starts) - before, lengths))
+        left = self._upload(sources)
+        self._rows.index_fill_(0, left, 0)
+        self._flags.index_fill_(0, left, 0)
+        self._mirror[sources] = 0
+        for slab in slabs:
+            self._ranges.give(slab)
+        return True
 
     def spare(self, slab: Range, rows: int) -> int:
         """The bytes that resizing a slab to `rows` rows would free."""
@@ -123,20 +140,15 @@ class DeviceMemory:
         self._ranges.give(slab)
 
     def pack(self, rows: int) -> bool:
-        """Compact the slabs if that makes room for `rows` more rows. Returns whether any was moved."""
+        """Settle, and compact the slabs if that makes room for `rows` rows. Returns whether it changed any."""
+        settled = self.settle()
         size = class_rows(rows) if rows else 0
         if self._ranges.free < size or self._ranges.free == self._ranges.largest_free:
-            return False
+            return settled
         first, sources = self._ranges.pack()
-        # In ascending order no row is overwritten before it has moved: sources[i] >= first + i.
-        for start in range(0, len(sources), len(self._bounce)):
-            some = sources[start : start + len(self._bounce)]
-            passing = self._bounce[: len(some)]
-            torch.index_select(self._rows, 0, self._upload(some), out=passing)
-            self._rows[first + start : first + start + len(some)] = passing
         end = first + len(sources)
-        self._mirror[first:end] = self._mirror[sources]
-        self._flags[first:end] = self._upload(self._mirror[first:end])
+        # In ascending order no row is overwritten before it has moved: sources[i] >= first + i.
+        self._carry(sources, np.arange(first, end))
         self._clear(end, self._ranges.total)
         return True
 
@@ -144,6 +156,17 @@ class DeviceMemory:
         """(address of its first row, address of its first flag, its capacity in rows)."""
         address = self._address + slab.start * self.row_bytes
         return address, self._flags_address + slab.start, slab.rows
+
+    def _carry(self, sources: Int64s, targets: Int64s) -> None:
+        """Copy row sources[i] and its flag to row targets[i], in order, a part at a time."""
+        for start in range(0, len(sources), len(self._bounce)):
+            part = slice(start, start + len(self._bounce))
+            passing = self._bounce[: len(sources[part])]
+            torch.index_select(self._rows, 0, self._upload(sources[part]), out=passing)
+            self._rows.index_copy_(0, self._upload(targets[part]), passing)
+        flags = self._mirror[sources]
+        self._mirror[targets] = flags
+        self._flags.index_copy_(0, self._upload(targets), self._upload(flags))
 
     def _clear(self, start: int, end: int) -> None:
         self._rows[start:end].zero_()

@@ -61,6 +61,9 @@ class HostMemory:
         self._pool.give(slab)
         return new
 
+    def settle(self) -> bool:
+        return False  # `resize` has moved the rows
+
     def spare(self, slab: Slab, rows: int) -> int:
         return slab.nbytes - slab_bytes(self._nbytes(rows))
 

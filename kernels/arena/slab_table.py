@@ -112,6 +112,7 @@ class SlabTable:
             length = int(self._length[slot])
             if length >= self._capacity[slot]:
                 self._move(slot, length + 1)
+                self._memory.settle()
             return np.array([length])
         order = np.argsort(owners, kind="stable")
         slots, starts, counts = np.unique(owners[order], return_index=True, return_counts=True)
@@ -119,12 +120,13 @@ class SlabTable:
         short = needed > self._capacity[slots]
         for slot, rows in zip(slots[short], needed[short], strict=True):
             self._move(int(slot), int(rows))
+        self._memory.settle()
         placed = np.empty(len(owners), np.int64)
         placed[order] = np.arange(len(owners)) + np.repeat(self._length[slots] - starts, counts)
         return placed
 
     def _move(self, slot: int, rows: int) -> None:
-        """Move a segment into a slab with room for `rows` rows. MemoryError."""
+        """Give a segment a slab with room for `rows` rows, into which the next `settle` moves it. MemoryError."""
         while True:
             try:
                 slab = self._memory.resize(self._slabs.get(slot), rows, int(self._length[slot]))

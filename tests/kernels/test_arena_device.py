@@ -296,6 +296,18 @@ def test_a_full_pool_refuses_with_figures_and_changes_nothing() -> None:
     arena.extend([segment], random_vectors(rng, 1), live=True)
 
 
+def test_one_call_can_use_the_room_that_it_has_freed() -> None:
+    """In a full pool the second segment grows into the slab that the first one left in the same call."""
+    arena, rng = arena_of(19), np.random.default_rng(0)
+    first, second, third = (arena.new_segment() for _ in range(3))
+    owners = np.repeat([second, first, third], 4)  # in this order they lie in the pool
+    vectors = random_vectors(rng, 12)
+    handles = np.concatenate([arena.extend(owners[i : i + 4], vectors[i : i + 4], True) for i in (0, 4, 8)])
+    arena.reserve([first, second])
+    assert arena.nbytes == arena.capacity_bytes == 20 * (ROW_BYTES + 1)
+    np.testing.assert_array_equal(arena.vector16(handles), vectors)
+
+
 def test_reclaim_is_asked_before_a_refusal() -> None:
     arena, rng = arena_of(100), np.random.default_rng(0)
     idle, segment = [arena.new_segment() for _ in range(3)], arena.new_segment()
