@@ -113,7 +113,7 @@ class DeviceMemory:
         return new
 
     def settle(self) -> bool:
-        """Move the rows of all slabs that `resize` replaced, in a few launches. Returns whether it freed any."""
+        """Move the rows of all slabs that `resize` replaced, in a few launches. Returns whether any was."""
         if not self._outgrown:
             return False
         slabs, starts, counts = zip(*self._outgrown, strict=True)
@@ -140,7 +140,7 @@ class DeviceMemory:
         self._ranges.give(slab)
 
     def pack(self, rows: int) -> bool:
-        """Settle, and compact the slabs if that makes room for `rows` rows. Returns whether it changed any."""
+        """Settle, and compact the slabs if that makes room for `rows` rows. Returns whether any changed."""
         settled = self.settle()
         size = class_rows(rows) if rows else 0
         if self._ranges.free < size or self._ranges.free == self._ranges.largest_free:

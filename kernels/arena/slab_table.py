@@ -126,7 +126,7 @@ class SlabTable:
         return placed
 
     def _move(self, slot: int, rows: int) -> None:
-        """Give a segment a slab with room for `rows` rows, into which the next `settle` moves it. MemoryError."""
+        """Give a segment a slab for `rows` rows, into which the next `settle` moves it. MemoryError."""
         while True:
             try:
                 slab = self._memory.resize(self._slabs.get(slot), rows, int(self._length[slot]))
