@@ -12,6 +12,7 @@ import numpy as np
 from undertow.bench.gpu.figures import GATE_SHARE, Figure, Part, WrongResults, spread
 from undertow.bench.gpu.load import THETA, World, equal_sizes, zipf_sizes
 from undertow.bench.gpu.rig import Limits, Rig, Scale
+from undertow.kernels.arena.row_codes import code_bytes
 from undertow.kernels.device import load_faiss_gpu
 from undertow.kernels.gate.cuda_gate import CudaGate
 from undertow.kernels.gate.factory import make_gate
@@ -50,13 +51,29 @@ def measure(rig: Rig, scale: Scale, limits: Limits) -> Part:
         "low_theta": often,
     }
     _over_loop(part, rig, equal, scale.loop_tenants, call_ms)
+    with_codes = isinstance(gate, CudaGate)
     del equal, gate
+    if with_codes:
+        _with_codes(part, rig, scale, limits)
     sizes = zipf_sizes(scale.tenants, total, scale.largest)
     skewed = World(rig, sizes, scale.episodes, scale.dim)
     found = _time(rig, skewed, make_gate(skewed.arena), 1, scale.repeats)
     part.reach("gate_skew", found["kernels"]["p50_ms"] / kernel_ms, note=_hits(found))
     part.details["skewed"] = {"largest": int(sizes[0]), "smallest": int(sizes[-1]), **found}
     return part
+
+
+def _with_codes(part: Part, rig: Rig, scale: Scale, limits: Limits) -> None:
+    """The same questions to the same rows, int8 codes first."""
+    sizes = equal_sizes(scale.tenants, scale.tenants * scale.rows)
+    world = World(rig, sizes, scale.episodes, scale.dim, coded=True)
+    gate, rows = make_gate(world.arena), world.bytes_read // (world.arena.row_bytes + 1)
+    least_ms = rows * (code_bytes(scale.dim) + 1) / limits.copy_bytes_per_s * 1e3
+    for each, theta in ((1, _LOW_THETA), *((each, THETA) for each in scale.queries)):
+        times = _time(rig, world, gate, each, scale.repeats, theta)
+        key = "gate_int8" + ("_hits" if theta == _LOW_THETA else f"_{each}" if each > 1 else "")
+        what, note = f"gate kernels with int8 codes, {each} queries a tenant", _hits(times)
+        part.figures.append(Figure(key, what, "ms", times["kernels"]["p50_ms"], limit=least_ms, note=note))
 
 
 def _time(

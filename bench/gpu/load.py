@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from undertow.bench.gpu.rig import Rig
 from undertow.kernels.arena.arena import Arena, make_arena
+from undertow.kernels.arena.row_codes import code_bytes
 from undertow.kernels.gate.gate import GateReadings
 
 Int64s = NDArray[np.int64]
@@ -73,17 +74,18 @@ class World:
     """An arena on the rig's device with turns and episodes of many tenants, and questions about them."""
 
     def __init__(
-        self, rig: Rig, sizes: Int64s, episodes: int, dim: int, *, spare_rows: int = 0, seed: int = 0
+        self, rig: Rig, sizes: Int64s, episodes: int, dim: int, *, spare_rows: int = 0, coded: bool = False
     ) -> None:
-        """`spare_rows`: room for `grow`."""
+        """`spare_rows`: room for `grow`. `coded`: with int8 codes, on a card."""
         rows = int(sizes.sum()) + episodes * len(sizes) + spare_rows
         # slabs come in size classes, at most 1.6 times their rows
-        self.arena = make_arena(dim, rig.kind, 2 * rows * (2 * dim + 16) + (64 << 20))
+        row_bytes = 2 * dim + 16 + coded * code_bytes(dim)
+        self.arena = make_arena(dim, rig.kind, 2 * rows * row_bytes + (64 << 20), coded)
         self.sizes, self.dim, self.episodes_each = sizes, dim, episodes
         self.turns = np.array([self.arena.new_segment() for _ in sizes], np.int64)
         self.episodes = np.array([self.arena.new_segment() for _ in sizes], np.int64)
         self._rig = rig
-        self._random = torch.Generator(rig.device).manual_seed(seed)
+        self._random = torch.Generator(rig.device).manual_seed(0)
         centres = self._unit(len(sizes))
         self._fill(self.turns, sizes, centres)
         self._fill(self.episodes, np.full(len(sizes), episodes), centres)

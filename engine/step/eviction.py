@@ -176,7 +176,7 @@ def arena_of(settings: Settings, dim: int) -> Arena:
     own_bytes = torch.cuda.memory_reserved() - pools_bytes
     nbytes = settings.shares.arena_bytes(total_bytes, free_bytes, own_bytes, pools_bytes)
     try:
-        arena = make_arena(dim, device, nbytes)
+        arena = make_arena(dim, device, nbytes, settings.gate_int8)
     except MemoryError as error:
         raise UndertowError(str(error)) from None
     _pools.add(arena)

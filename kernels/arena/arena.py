@@ -168,7 +168,7 @@ class Arena(SlabTable):
 
     def bytes_of(self, segments: ArrayLike) -> int:
         """The part of `nbytes` of these segments, int64 [n], including their room for growth."""
-        return int(self._capacity[self._slots_of(segments)].sum()) * (self.row_bytes + 1)
+        return int(self._capacity[self._slots_of(segments)].sum()) * self._memory.stored_bytes
 
     # -- handles
 
@@ -222,10 +222,13 @@ class Arena(SlabTable):
         return held
 
 
-def make_arena(dim: int, device: Device = "auto", device_bytes: int | None = None) -> Arena:
+def make_arena(
+    dim: int, device: Device = "auto", device_bytes: int | None = None, coded: bool = False
+) -> Arena:
     """An arena for the kernels of a device: in host memory, or in one pool on a GPU.
 
     device_bytes: the size of the GPU pool; by default three quarters of the free memory.
+    coded: on a GPU, keep int8 codes of the rows too, which the gate reads first (`row_codes.py`).
     Raises ValueError for "cuda" without a GPU, MemoryError if the GPU has too little memory.
     """
     if resolve(device) == "cpu":
@@ -234,4 +237,4 @@ def make_arena(dim: int, device: Device = "auto", device_bytes: int | None = Non
 
     share_pool()
     nbytes = int(torch.cuda.mem_get_info()[0] * _DEVICE_SHARE) if device_bytes is None else device_bytes
-    return Arena(dim, DeviceMemory(dim, "cuda", nbytes))
+    return Arena(dim, DeviceMemory(dim, "cuda", nbytes, coded))

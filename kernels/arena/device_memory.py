@@ -1,9 +1,10 @@
-"""Slabs on a device: one pool of fp16 rows and one of flags, allocated at the start and never freed.
+"""Slabs on a device: a pool of fp16 rows, one of flags and perhaps one of codes, allocated once.
 
-Row r of the pool has flag r, so a slab is a range of rows. The host keeps a copy of all flags for checks; the
-device's copy, for kernels, is updated by the same operations. Everything is queued on torch's current stream.
-Appended tensors are not copied to the host; checking them synchronises with the device once per batch. NumPy
-arrays are checked on the host without synchronisation, and rows from `take` are not checked again.
+Row r of the pool has flag r and code r (`row_codes.py`), so a slab is a range of rows. The host keeps a copy
+of all flags for checks; the device's copy, for kernels, is updated by the same operations. Everything is
+queued on torch's current stream. Appended tensors are not copied to the host; checking them synchronises
+with the device once per batch. NumPy arrays are checked on the host without synchronisation, and rows from
+`take` are not checked again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.range_allocator import Range, RangeAllocator, class_rows
+from undertow.kernels.arena.row_codes import code_bytes, codes_of
 from undertow.kernels.arena.vector_checks import (
     CheckedRows,
     Float16s,
@@ -37,23 +39,27 @@ class DeviceMemory:
     """`nbytes` of a torch device for rows of `dim` float16, padded with zeros to multiples of 16 bytes.
 
     A slab has room for the rows of one segment. Rows and flags are addressed by int64 of the host or the
-    device; those never written are zero. `device` is a torch device; tests use "cpu" on machines without a
-    GPU. Raises ValueError for a pool too small for a single slab, MemoryError if the device has too little
-    memory.
+    device; those never written are zero. With `coded`, each row has an int8 code beside it. `device` is a
+    torch device; tests use "cpu" on machines without a GPU. Raises ValueError for a pool too small for a
+    single slab, MemoryError if the device has too little memory.
     """
 
-    def __init__(self, dim: int, device: str | torch.device, nbytes: int) -> None:
+    def __init__(self, dim: int, device: str | torch.device, nbytes: int, coded: bool = False) -> None:
         self.dim = dim
         self.row_bytes = -(-dim * 2 // _ALIGN_BYTES) * _ALIGN_BYTES
+        self._code_bytes = code_bytes(dim) if coded else 0
+        self.stored_bytes = self.row_bytes + self._code_bytes + 1
         self._device = torch.device(device)
         bounce = max(1, min(_BOUNCE_BYTES, nbytes // _BOUNCE_SHARE) // self.row_bytes)
-        rows = (nbytes - bounce * self.row_bytes) // (self.row_bytes + 1)
+        rows = (nbytes - bounce * self.row_bytes) // self.stored_bytes
         if rows < class_rows(1):
             raise ValueError(
                 f"an arena of {nbytes} bytes on {self._device} holds no segment of vectors of {dim} "
-                f"values: give it {(class_rows(1) + bounce + 1) * (self.row_bytes + 1)} bytes at least"
+                f"values: give it {(class_rows(1) + bounce + 1) * self.stored_bytes} bytes at least"
             )
-        self._rows, self._flags, self._bounce = self._reserve(rows, bounce)
+        self._rows, self._codes, self._flags, self._bounce = self._reserve(rows, bounce)
+        # What moves with a row, in words of 32 bits, and is zeroed with it.
+        self._pools = (self._rows.view(torch.int32), self._codes)[: 1 + coded]
         self._values = self._rows[:, :dim]
         self._mirror = np.zeros(rows, np.uint8)
         self._ranges = RangeAllocator(rows)
@@ -62,16 +68,17 @@ class DeviceMemory:
         self._address = self._rows.data_ptr()
         self._flags_address = self._flags.data_ptr()
 
-    def _reserve(self, rows: int, bounce: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _reserve(self, rows: int, bounce: int) -> tuple[torch.Tensor, ...]:
         width, device = self.row_bytes // 2, self._device
         try:
             return (
                 torch.zeros((rows, width), dtype=torch.float16, device=device),
+                torch.zeros((rows, self._code_bytes // 4), dtype=torch.int32, device=device),
                 torch.zeros(rows, dtype=torch.uint8, device=device),
-                torch.empty((bounce, width), dtype=torch.float16, device=device),
+                torch.empty(bounce * width // 2, dtype=torch.int32, device=device),
             )
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            wanted = rows * (self.row_bytes + 1) + bounce * self.row_bytes
+            wanted = rows * self.stored_bytes + bounce * self.row_bytes
             free = f"; {torch.cuda.mem_get_info(device)[0]} are free" if device.type == "cuda" else ""
             raise MemoryError(
                 f"the arena cannot have its {wanted} bytes on {device}{free}: "
@@ -85,12 +92,17 @@ class DeviceMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of all allocated slabs, including their room for growth."""
-        return self._ranges.taken * (self.row_bytes + 1)
+        return self._ranges.taken * self.stored_bytes
 
     @property
     def capacity_bytes(self) -> int:
         """The upper bound of `nbytes`; the host has None."""
-        return self._ranges.total * (self.row_bytes + 1)
+        return self._ranges.total * self.stored_bytes
+
+    @property
+    def code_places(self) -> tuple[int, int] | None:
+        """(address of the pool's first row, address of its code); None without codes."""
+        return (self._address, self._codes.data_ptr()) if self._code_bytes else None
 
     # -- slabs
 
@@ -123,8 +135,8 @@ class DeviceMemory:
         sources = np.arange(lengths.sum()) + np.repeat(before - np.cumsum(lengths) + lengths, lengths)
         self._carry(sources, sources + np.repeat(np.array(starts) - before, lengths))
         left = self._upload(sources)
-        self._rows.index_fill_(0, left, 0)
-        self._flags.index_fill_(0, left, 0)
+        for pool in (*self._pools, self._flags):
+            pool.index_fill_(0, left, 0)
         self._mirror[sources] = 0
         for slab in slabs:
             self._ranges.give(slab)
@@ -132,7 +144,7 @@ class DeviceMemory:
 
     def spare(self, slab: Range, rows: int) -> int:
         """The bytes that resizing a slab to `rows` rows would free."""
-        return (slab.rows - class_rows(rows)) * (self.row_bytes + 1)
+        return (slab.rows - class_rows(rows)) * self.stored_bytes
 
     def give(self, slab: Range) -> None:
         """Zero a slab and free it."""
@@ -158,19 +170,21 @@ class DeviceMemory:
         return address, self._flags_address + slab.start, slab.rows
 
     def _carry(self, sources: Int64s, targets: Int64s) -> None:
-        """Copy row sources[i] and its flag to row targets[i], in order, a part at a time."""
-        for start in range(0, len(sources), len(self._bounce)):
-            part = slice(start, start + len(self._bounce))
-            passing = self._bounce[: len(sources[part])]
-            torch.index_select(self._rows, 0, self._upload(sources[part]), out=passing)
-            self._rows.index_copy_(0, self._upload(targets[part]), passing)
+        """Copy row sources[i], its code and its flag to row targets[i], in order, a part at a time."""
+        at_a_time = len(self._bounce) * 4 // max(self.row_bytes, self._code_bytes)
+        for start in range(0, len(sources), at_a_time):
+            part = slice(start, start + at_a_time)
+            before, after = self._upload(sources[part]), self._upload(targets[part])
+            for pool in self._pools:
+                passing = self._bounce[: len(before) * pool.shape[1]].view(len(before), -1)
+                pool.index_copy_(0, after, torch.index_select(pool, 0, before, out=passing))
         flags = self._mirror[sources]
         self._mirror[targets] = flags
         self._flags.index_copy_(0, self._upload(targets), self._upload(flags))
 
     def _clear(self, start: int, end: int) -> None:
-        self._rows[start:end].zero_()
-        self._flags[start:end].zero_()
+        for pool in (*self._pools, self._flags):
+            pool[start:end].zero_()
         self._mirror[start:end] = 0
 
     # -- rows and flags
@@ -187,10 +201,15 @@ class DeviceMemory:
 
     def write(self, addresses: Int64s, held: torch.Tensor) -> None:
         """Write vector i to the row at addresses[i]; the addresses are distinct."""
-        self._values.index_copy_(0, self._rows_at(addresses), held)
+        rows = self._rows_at(addresses)
+        self._values.index_copy_(0, rows, held)
+        if self._code_bytes:
+            self._codes.index_copy_(0, rows, codes_of(held))
 
     def wipe(self, addresses: Int64s) -> None:
-        self._rows.index_fill_(0, self._rows_at(addresses), 0)
+        rows = self._rows_at(addresses)
+        for pool in self._pools:
+            pool.index_fill_(0, rows, 0)
 
     def take(self, addresses: Int64s) -> CheckedRows:
         """The rows as float16 [n, dim] for kernels: a tensor, on the host NumPy."""

@@ -36,11 +36,12 @@ class HostMemory:
     """
 
     device = "cpu"
-    capacity_bytes = None
+    capacity_bytes = code_places = None
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
         self.row_bytes = dim * 2
+        self.stored_bytes = self.row_bytes + 1
         self._pool = SlabPool()
 
     @property
@@ -78,10 +79,10 @@ class HostMemory:
 
     def _nbytes(self, rows: int) -> int:
         """Enough for `rows` rows and flags; the rows start at a cache line."""
-        return rows * (self.row_bytes + 1) + CACHE_LINE - 1
+        return rows * self.stored_bytes + CACHE_LINE - 1
 
     def _capacity(self, slab: Slab) -> int:
-        return min((slab.nbytes - CACHE_LINE + 1) // (self.row_bytes + 1), _MOST_ROWS)
+        return min((slab.nbytes - CACHE_LINE + 1) // self.stored_bytes, _MOST_ROWS)
 
     def _rows_in(self, slab: Slab, length: int) -> slice:
         """Where the first `length` rows lie among the bytes of a slab."""

@@ -61,6 +61,11 @@ class SlabTable:
         return self._memory.row_bytes
 
     @property
+    def code_places(self) -> tuple[int, int] | None:
+        """(address of some row, address of its code), from which all others follow; None without codes."""
+        return self._memory.code_places
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all slabs, including their room for growth."""
         return self._memory.nbytes
@@ -72,8 +77,8 @@ class SlabTable:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the existing rows and their flags."""
-        return int(self._length.sum()) * (self.row_bytes + 1)
+        """Bytes of the existing rows, with their flags and codes."""
+        return int(self._length.sum()) * self._memory.stored_bytes
 
     def _grow(self, slots: int) -> None:
         """Make the table long enough for `slots` slots."""

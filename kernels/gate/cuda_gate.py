@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import Arena
+from undertow.kernels.arena.row_codes import code_bytes, codes_of
 from undertow.kernels.arena.vector_checks import Vectors, check_form, check_tensor, to_tensor
-from undertow.kernels.error_bounds import tensor_core_slack
+from undertow.kernels.error_bounds import CODE_SLACK, tensor_core_slack
 from undertow.kernels.gate.gate import GateReadings, Probes
 from undertow.kernels.gate.plan import GateHits, Plan, TaskLimits
 from undertow.kernels.gate.planned_gate import PlannedGate
@@ -51,7 +52,7 @@ def _struct(*fields: str) -> np.dtype[Any]:
 _PLAN = _struct(
     "queries",
     *(name.removeprefix("probe_").removeprefix("group_") for name in Plan._fields[1:]),
-    *("probes", "groups", "tasks", "slack"),
+    *("row", "code", "codes", "probes", "groups", "tasks", "slack"),
 )
 _CELLS = _struct("count", "size", "scores", "rows", "next_task")
 _FOUND = _struct("count", "kept", "starts", "rows", "scores")
@@ -75,34 +76,42 @@ class Rings:
     shared_bytes: int
 
     @classmethod
-    def fitting(cls, dim: int, shared_bytes: int) -> Rings | None:
-        """As many warps as fit, then as many stages. None for vectors so wide that four warps do not fit.
+    def fitting(cls, scored_bytes: int, shared_bytes: int) -> Rings | None:
+        """For rows of which `scored_bytes` are scored: as many warps as fit, then as many stages.
+
+        None for vectors so wide that four warps do not fit.
 
         On an H100 eight warps with one stage beat four with two: while one scores, others wait for rows.
         """
-        step_bytes = STEP_ROWS * -(-dim // 8) * 16 + 8  # with a barrier
+        step_bytes = STEP_ROWS * scored_bytes + 8  # with a barrier
         warps = min(shared_bytes // step_bytes // 4 * 4, 16)  # the same number for each scheduler
         if warps == 0:
             return None
         stages = min(shared_bytes // (warps * step_bytes), 3)
         return cls(warps, stages, warps * stages * step_bytes)
 
-    @property
-    def options(self) -> tuple[str, str]:
-        """For the compiler."""
-        return f"-DRING_WARPS={self.warps}", f"-DRING_STAGES={self.stages}"
+
+def scored_bytes(dim: int, coded: bool) -> int:
+    """Bytes that the first pass reads of a row."""
+    return code_bytes(dim) if coded else -(-dim // 8) * 16
+
+
+def options_of(dim: int, rings: Rings | None, coded: bool) -> tuple[str, ...]:
+    """For the compiler."""
+    ringed = (f"-DRING_WARPS={rings.warps}", f"-DRING_STAGES={rings.stages}") if rings else ()
+    return f"-DDIM={dim}", *ringed, *(["-DCODES"] if coded else [])
 
 
 class CupyKernels:
     """Compiled by NVRTC for torch's current device: with rings from compute capability 9.0 on."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, coded: bool) -> None:
         self._cupy = importlib.import_module("cupy")
         card = self._cupy.cuda.Device(torch.cuda.current_device())
         bulk_copies = int(card.compute_capability) >= 90
-        rings = Rings.fitting(dim, card.attributes["MaxSharedMemoryPerBlockOptin"]) if bulk_copies else None
-        options = (f"-DDIM={dim}", *(rings.options if rings else ()))
-        module = self._cupy.RawModule(code=source(), options=options)
+        shared_bytes = card.attributes["MaxSharedMemoryPerBlockOptin"]
+        rings = Rings.fitting(scored_bytes(dim, coded), shared_bytes) if bulk_copies else None
+        module = self._cupy.RawModule(code=source(), options=options_of(dim, rings, coded))
         self._functions = {name: module.get_function(name) for name in ("scan", "tally", "merge")}
         self._forms = dict.fromkeys(self._functions, (BLOCK_THREADS // WARP, 0))
         blocks = card.attributes["MultiProcessorCount"] * (1 if rings else BLOCKS_PER_SM)
@@ -121,8 +130,8 @@ class CupyKernels:
 
 
 @cache
-def _cupy_kernels(dim: int, device: int) -> CupyKernels:
-    return CupyKernels(dim)
+def _cupy_kernels(dim: int, device: int, coded: bool) -> CupyKernels:
+    return CupyKernels(dim, coded)
 
 
 @dataclass(frozen=True)
@@ -137,7 +146,7 @@ class PreparedLaunch:
     rows: torch.Tensor  # int64, room for all lists
     scores: torch.Tensor  # float64
     memory: tuple[torch.Tensor, ...]  # other memory that the structs point to
-    scanned_bytes: int  # bytes of the rows that the batch reads, each counted once
+    scanned_bytes: int  # bytes of the rows, or codes, that the first pass reads, each counted once
 
 
 class CudaGate(PlannedGate):
@@ -150,7 +159,8 @@ class CudaGate(PlannedGate):
     def __init__(self, arena: Arena, kernels: Kernels | None = None) -> None:
         super().__init__(arena)
         self._device = torch.device(arena.device)
-        self._kernels = kernels or _cupy_kernels(arena.dim, torch.cuda.current_device())
+        self._coded = arena.code_places is not None
+        self._kernels = kernels or _cupy_kernels(arena.dim, torch.cuda.current_device(), self._coded)
 
     def _cut(self) -> TaskLimits:
         warps = self._kernels.warps
@@ -223,10 +233,13 @@ class CudaGate(PlannedGate):
         )
         next_task = torch.zeros(1, dtype=torch.int64, device=self._device)
         at, starts = cell_counts.data_ptr(), counted.data_ptr()
-        sizes = (count, len(plan.group_rows), int(plan.group_task[-1]), tensor_core_slack(self.arena.dim))
+        codes = codes_of(probes.queries[:, : self.arena.dim]) if self._coded else None
+        coded = (0, 0, 0) if codes is None else (*(self.arena.code_places or ()), codes.data_ptr())
+        slack = CODE_SLACK if self._coded else tensor_core_slack(self.arena.dim)
+        sizes = (count, len(plan.group_rows), int(plan.group_task[-1]), slack)
         return PreparedLaunch(
             probes,
-            np.array((probes.queries.data_ptr(), *addresses, *sizes), _PLAN),
+            np.array((probes.queries.data_ptr(), *addresses, *coded, *sizes), _PLAN),
             np.array(
                 (at, at + 8 * cells, cell_scores.data_ptr(), cell_rows.data_ptr(), next_task.data_ptr()),
                 _CELLS,
@@ -244,8 +257,8 @@ class CudaGate(PlannedGate):
             counted,
             rows,
             scores,
-            (table, cell_counts, cell_scores, cell_rows, next_task),
-            int(plan.group_rows.sum()) * self.arena.row_bytes,
+            (table, cell_counts, cell_scores, cell_rows, next_task, *([] if codes is None else [codes])),
+            int(plan.group_rows.sum()) * scored_bytes(self.arena.dim, self._coded),
         )
 
     def _table(self, size: int) -> NDArray[np.int64]:

@@ -34,8 +34,18 @@ __device__ __forceinline__ i64 insert(double *scores, i64 *rows, i64 size, i64 r
     return size < room ? size + 1 : size;
 }
 
+// What a query is scored by.
+__device__ __forceinline__ const char *scored_query(const Plan &plan, i64 p) {
+    return (CODED ? plan.codes : plan.queries) + plan.query[p] * SCORED_BYTES;
+}
+
+__device__ __forceinline__ Bounds bounds_of_query(const Plan &plan, i64 p) {
+    return bounds_of(piece_of(scored_query(plan, p), SCORED_PIECES, true));
+}
+
 struct Step {
-    const char *vectors;    // its first row, in the arena or in shared memory
+    const char *scored;     // what is scored of its first row, in the arena or in shared memory
+    const char *vectors;    // with codes, its first row in the arena
     i64 row;                // this lane's row
     u32 flag;               // its flag, 0 beyond the task's last row
     u32 asked;              // the rows that any probe asks for
@@ -44,27 +54,29 @@ struct Step {
 };
 
 // Count the rows of a step that reach the theta of probe `p`, and list the best of them, given tensor
-// core scores. The lowest row goes first; one that surely counts but no longer belongs to the best
+// core scores, with codes the highest that they leave possible. The lowest row goes first; one that surely counts but no longer belongs to the best
 // needs no exact score.
-__device__ __forceinline__ void judge(const Plan &plan, const Cells &cells, const Step &step, i64 p, float score, int lane) {
+__device__ __forceinline__ void judge(const Plan &plan, const Cells &cells, const Step &step, i64 p, float highest, int lane) {
     const double theta = plan.theta[p], slack = plan.slack;
+    float lowest = highest;
+    if (CODED) lowest -= 2 * distance(bounds_of_row(step.scored, lane, step.asked), bounds_of_query(plan, p));
     const char *query = plan.queries + plan.query[p] * ROW_BYTES;
     const i64 cell = plan.cell[p] + step.place, room = plan.room[p];
     double *scores = cells.scores + plan.list[p] + step.place * room;
     i64 *rows = cells.rows + plan.list[p] + step.place * room;
     i64 count = cells.count[cell], size = cells.size[cell];
     const bool seen = step.row < plan.limit[p] && (step.flag & plan.flag[p]);
-    const bool surely = score >= theta + slack;
-    bool open = seen && score >= theta - slack;
+    const bool surely = lowest >= theta + slack;
+    bool open = seen && highest >= theta - slack;
     for (;;) {
-        const bool enters = size < room || (room > 0 && score >= scores[room - 1] - slack);
+        const bool enters = size < room || (room > 0 && highest >= scores[room - 1] - slack);
         const bool settled = open && surely && !enters;
         count += __popc(__ballot_sync(ALL, settled));
         open = open && !settled;
         const u32 left = __ballot_sync(ALL, open);
         if (left == 0) break;
         const int next = __ffs(left) - 1;
-        const double exact = exact_score(step.vectors + next * ROW_BYTES, query, lane);
+        const double exact = exact_score((CODED ? step.vectors : step.scored) + next * ROW_BYTES, query, lane);
         if (exact >= theta) {
             ++count;
             size = insert(scores, rows, size, room, exact, step.row - lane + next, lane);
@@ -104,27 +116,35 @@ __device__ __forceinline__ u32 open_cells(const Plan &plan, const Cells &cells, 
     return __reduce_or_sync(ALL, wanted);
 }
 
-// Whether one of this lane's four scores may reach the theta of probe `p`.
-__device__ __forceinline__ bool hopeful(const Plan &plan, const float (&sums)[2][4], int odd, i64 p, i64 last) {
+// Whether one of this lane's four scores may reach the theta of probe `p`, `highest` being as high as each can be.
+__device__ __forceinline__ bool hopeful(const Plan &plan, const float (&highest)[2][4], int odd, i64 p, i64 last) {
     const double least = p < last ? plan.theta[p] - plan.slack : 0;
-    const bool any = sums[0][odd] >= least || sums[0][odd + 2] >= least || sums[1][odd] >= least || sums[1][odd + 2] >= least;
-    return p < last && any;
+    const bool first = highest[0][odd] >= least || highest[0][odd + 2] >= least;
+    return p < last && (first || highest[1][odd] >= least || highest[1][odd + 2] >= least);
 }
 
 // Put the probes [p, last), at most 8 of them, to the 32 rows of a step.
 __device__ __forceinline__ void ask(const Plan &plan, const Cells &cells, const Step &step, i64 p, int lane) {
     const i64 mine = p + lane / 4;
-    const char *query = mine < step.last ? plan.queries + plan.query[mine] * ROW_BYTES : nullptr;
-    float sums[2][4] = {};
-    score(sums, step.vectors, step.asked, query, lane);
+    const char *query = mine < step.last ? scored_query(plan, mine) : nullptr;
+    Sum sums[2][4] = {};
+    score(sums, step.scored, step.asked, query, lane);
     const i64 pair = p + lane % 4 * 2;
-    const u32 even = __ballot_sync(ALL, hopeful(plan, sums, 0, pair, step.last));
-    const u32 odd = __ballot_sync(ALL, hopeful(plan, sums, 1, pair + 1, step.last));
+#ifdef CODES
+    const Bounds none = {}, of_pair[2] = {pair < step.last ? bounds_of_query(plan, pair) : none,
+                                          pair + 1 < step.last ? bounds_of_query(plan, pair + 1) : none};
+    float highest[2][4];
+    decode(highest, sums, step.scored, step.asked, of_pair, lane);
+#else
+    const auto &highest = sums;
+#endif
+    const u32 even = __ballot_sync(ALL, hopeful(plan, highest, 0, pair, step.last));
+    const u32 odd = __ballot_sync(ALL, hopeful(plan, highest, 1, pair + 1, step.last));
     if (!(even | odd)) return;
 #pragma unroll 1
     for (int j = 0; j < ABREAST; ++j) {
         const u32 holders = 0x11111111u << j / 2;
-        if ((j % 2 ? odd : even) & holders) judge(plan, cells, step, p + j, score_of_row(sums, j, lane), lane);
+        if ((j % 2 ? odd : even) & holders) judge(plan, cells, step, p + j, score_of_row(highest, j, lane), lane);
     }
 }
 
@@ -135,7 +155,7 @@ __device__ __forceinline__ void ask_all(const Plan &plan, const Cells &cells, co
 struct Task {
     i64 first, last;        // its probes
     i64 place;              // which of its group's tasks it is
-    const char *vectors;    // of the group's first row
+    const char *scored, *vectors;  // of the group's first row
     const u8 *flags;
     i64 base, end;          // the rows that are left
     u32 wanted;             // rows with one of these flags
@@ -158,6 +178,7 @@ __device__ __forceinline__ bool take(Task &task, const Plan &plan, const Cells &
     task.last = plan.first[g + 1];
     task.place = number - plan.task[g];
     task.vectors = (const char *)plan.vectors[g];
+    task.scored = CODED ? plan.code + (task.vectors - plan.row) / ROW_BYTES * SCORED_BYTES : task.vectors;
     task.flags = (const u8 *)plan.flags[g];
     task.base = task.place * plan.stride[g];
     task.end = task.base + plan.stride[g] < plan.rows[g] ? task.base + plan.stride[g] : plan.rows[g];
@@ -171,7 +192,8 @@ __device__ __forceinline__ bool next_step(Step &step, Task &task, const Plan &pl
     for (;;) {
         if (task.base >= task.end && !take(task, plan, cells, lane)) return false;
         const u32 asked = __ballot_sync(ALL, (task.flag & task.wanted) != 0);
-        step = {task.vectors + task.base * ROW_BYTES, task.base + lane, task.flag, asked, task.first, task.last, task.place};
+        step = {task.scored + task.base * SCORED_BYTES, CODED ? task.vectors + task.base * ROW_BYTES : nullptr,
+                task.base + lane, task.flag, asked, task.first, task.last, task.place};
         task.base += STEP_ROWS;
         task.flag = flag_at(task, lane);
         if (asked) return true;
@@ -183,16 +205,16 @@ __device__ __forceinline__ bool next_step(Step &step, Task &task, const Plan &pl
 #ifdef RING_WARPS
 // -- rings: each warp has RING_STAGES steps on their way into shared memory, and scores the oldest
 
-constexpr int STEP_BYTES = STEP_ROWS * ROW_BYTES;
+constexpr int STEP_BYTES = STEP_ROWS * SCORED_BYTES;
 
 // Have the rows that are asked for brought to `target`.
 __device__ __forceinline__ void fetch(char *target, const Step &step, i64 *barrier, int lane) {
-    if (lane == 0) expect(barrier, __popc(step.asked) * ROW_BYTES);
+    if (lane == 0) expect(barrier, __popc(step.asked) * SCORED_BYTES);
     __syncwarp();
     if (step.asked == ALL) {
-        if (lane == 0) bulk_copy(target, step.vectors, STEP_BYTES, barrier);
+        if (lane == 0) bulk_copy(target, step.scored, STEP_BYTES, barrier);
     } else if (step.asked >> lane & 1) {
-        bulk_copy(target + lane * ROW_BYTES, step.vectors + lane * ROW_BYTES, ROW_BYTES, barrier);
+        bulk_copy(target + lane * SCORED_BYTES, step.scored + lane * SCORED_BYTES, SCORED_BYTES, barrier);
     }
 }
 
@@ -216,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(RING_WARPS * WARP, 1) scan(const Pl
         for (int s = 0; s < RING_STAGES; ++s) {
             if (!there[s]) return;  // steps end in order, so nothing is on its way
             wait_for(barriers + s, parity);
-            steps[s].vectors = rows + s * STEP_BYTES;
+            steps[s].scored = rows + s * STEP_BYTES;
             ask_all(plan, cells, steps[s], lane);
             __syncwarp();  // all have read before other rows come
             there[s] = next_step(steps[s], task, plan, cells, lane);

@@ -244,7 +244,7 @@ def test_a_rig_on_the_card_needs_one() -> None:
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The CPU's arena and gate; and the card's, their memory torch's, their kernels compiled for the host."""
     if request.param == "shim":
-        monkeypatch.setattr(gpu_load, "make_arena", lambda dim, device, nbytes: shim_arena(dim, nbytes))
+        monkeypatch.setattr(gpu_load, "make_arena", lambda dim, device, *given: shim_arena(dim, *given))
         for module in (gpu_gate, gpu_topk, gpu_launches):
             monkeypatch.setattr(module, "make_gate", shim_gate)
     return str(request.param)
@@ -255,6 +255,7 @@ def test_gate_rehearsed(rig: Rig, kernels: str) -> None:
     part = gpu_gate.measure(rig, TINY, LIMITS)
     found = values(part)
     assert {g.key for g in GOALS["gate"]} <= set(found)
+    assert (kernels == "shim") == ("gate_int8" in found)
     assert found["gate_over_loop"] is None  # no faiss-gpu here, and that is said
     (loop,) = [f for f in part.figures if f.key == "gate_over_loop"]
     assert "faiss-gpu" in loop.note

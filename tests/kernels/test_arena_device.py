@@ -22,6 +22,7 @@ from undertow.kernels.arena.range_allocator import (
     RangeAllocator,
     class_rows,
 )
+from undertow.kernels.arena.row_codes import codes_of
 from undertow.kernels.device import HAS_CUDA
 
 from ..support.kernels.arena import DIM, ROW_BYTES, arena_of, pool_bytes, random_vectors
@@ -59,7 +60,7 @@ class ArenaMachine(RuleBasedStateMachine):
         given: NDArray[np.float16] | torch.Tensor = vectors
         if seed % 2 and self.memory is not None:
             given = torch.from_numpy(vectors).to(self.device)
-        free = ((self.arena.capacity_bytes or 0) - self.arena.nbytes) // (ROW_BYTES + 1)
+        free = ((self.arena.capacity_bytes or 0) - self.arena.nbytes) // self.arena._memory.stored_bytes
         grown = {s: len(rows) + int((owners == s).sum()) for s, rows in self.model.items()}
         try:
             handles = self.arena.extend(owners, given, live)
@@ -117,16 +118,17 @@ class ArenaMachine(RuleBasedStateMachine):
             assert self.arena.vector16(handles).tobytes() == b"".join(v for v, _ in expected)
             assert self.arena.flags(segment).tolist() == [f for _, f in expected]
         rows = sum(map(len, self.model.values()))
-        assert self.arena.used_bytes == rows * (self.arena.row_bytes + 1) <= self.arena.nbytes
+        assert self.arena.used_bytes == rows * self.arena._memory.stored_bytes <= self.arena.nbytes
 
 
 class PoolMachine(ArenaMachine):
     """A small pool: it may refuse only what it has no rows for, and what is free is zero."""
 
     memory: DeviceMemory
+    coded = False
 
     def __init__(self) -> None:
-        self.memory = DeviceMemory(DIM, self.device, pool_bytes(600))
+        self.memory = DeviceMemory(DIM, self.device, pool_bytes(600), self.coded)
         super().__init__()
 
     def check_refusal(self, free: int, slabs: list[int]) -> None:
@@ -134,7 +136,7 @@ class PoolMachine(ArenaMachine):
 
     def check_compacted(self) -> None:
         held = sum(class_rows(len(rows)) for rows in self.model.values() if rows)
-        assert self.arena.nbytes == held * (ROW_BYTES + 1)
+        assert self.arena.nbytes == held * self.memory.stored_bytes
 
     @invariant()
     def the_pool_holds_them_and_nothing_else(self) -> None:
@@ -143,6 +145,9 @@ class PoolMachine(ArenaMachine):
         first, first_flag = self.memory._rows.data_ptr(), self.memory._flags.data_ptr()
         rows = self.memory._rows.cpu().numpy().copy()
         flags = self.memory._flags.cpu().numpy().copy()
+        codes = self.memory._codes.cpu().numpy()
+        expected_codes = codes_of(self.memory._values).cpu().numpy()[:, : codes.shape[1]]
+        np.testing.assert_array_equal(codes, np.where(flags[:, None], expected_codes, 0))
         np.testing.assert_array_equal(flags, self.memory._mirror)
         for i, segment in enumerate(segments):
             expected = self.model[segment]
@@ -168,7 +173,17 @@ PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25
 test_any_history_of_a_small_pool_reads_like_lists = PoolMachine.TestCase
 
 
-class CardPoolMachine(PoolMachine):
+class CodedPoolMachine(PoolMachine):
+    """Codes go where their rows go, and nowhere else."""
+
+    coded = True
+
+
+CodedPoolMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+test_any_history_of_a_pool_with_codes_reads_like_lists = CodedPoolMachine.TestCase
+
+
+class CardPoolMachine(CodedPoolMachine):
     device = "cuda"
 
 

@@ -9,7 +9,15 @@ from typing import NoReturn
 
 import pytest
 
-from undertow.kernels.gate.cuda_gate import BLOCK_THREADS, BLOCKS_PER_SM, WARP, Rings, source
+from undertow.kernels.gate.cuda_gate import (
+    BLOCK_THREADS,
+    BLOCKS_PER_SM,
+    WARP,
+    Rings,
+    options_of,
+    scored_bytes,
+    source,
+)
 
 from ..support.kernels import nvrtc
 
@@ -24,9 +32,9 @@ def packages(lacking: Callable[[str], NoReturn]) -> None:
         lacking("NVRTC and Triton, from packages, to compile gate.cu")
 
 
-def compiled(arch: str, dim: int, *options: str) -> tuple[bytes, int]:
+def compiled(arch: str, dim: int, rings: Rings | None = None, coded: bool = False) -> tuple[bytes, int]:
     """(machine code, most registers of a thread). AssertionError: a warning, or spilled registers."""
-    code, said = nvrtc.compiled(source(), f"-arch={arch}", f"-DDIM={dim}", "-Xptxas=-v", *options)
+    code, said = nvrtc.compiled(source(), f"-arch={arch}", "-Xptxas=-v", *options_of(dim, rings, coded))
     assert "warning" not in said, said
     assert {"scan", "tally", "merge"} <= set(re.findall(r"Compiling entry function '(\w+)'", said))
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
@@ -35,21 +43,32 @@ def compiled(arch: str, dim: int, *options: str) -> tuple[bytes, int]:
 
 
 @pytest.mark.usefixtures("packages")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    ("arch", "coded"),
+    [("sm_80", False), ("sm_90", False), ("sm_100", False), ("sm_80", True), ("sm_90", True)],
+)
 @pytest.mark.parametrize("dim", [64, 72, 384, 1024])
-def test_it_compiles_without_spills_and_fills_the_card(arch: str, dim: int) -> None:
-    assert compiled(arch, dim)[1] * BLOCK_THREADS * BLOCKS_PER_SM <= REGISTERS_PER_SM
+def test_it_compiles_without_spills_and_fills_the_card(arch: str, dim: int, coded: bool) -> None:
+    assert compiled(arch, dim, coded=coded)[1] * BLOCK_THREADS * BLOCKS_PER_SM <= REGISTERS_PER_SM
 
 
 @pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-@pytest.mark.parametrize(("dim", "warps", "stages"), [(8, 16, 3), (64, 16, 3), (384, 8, 1), (768, 4, 1)])
-def test_with_rings_it_fits_a_multiprocessor(arch: str, dim: int, warps: int, stages: int) -> None:
-    rings = Rings.fitting(dim, SHARED_BYTES)
+@pytest.mark.parametrize(
+    ("dim", "coded", "warps", "stages"),
+    [
+        *[(8, False, 16, 3), (64, False, 16, 3), (384, False, 8, 1), (768, False, 4, 1)],
+        *[(64, True, 16, 3), (384, True, 16, 1), (1024, True, 4, 1)],
+    ],
+)
+def test_with_rings_it_fits_a_multiprocessor(
+    arch: str, dim: int, coded: bool, warps: int, stages: int
+) -> None:
+    rings = Rings.fitting(scored_bytes(dim, coded), SHARED_BYTES)
     assert rings and (rings.warps, rings.stages) == (warps, stages)
-    assert rings.shared_bytes == warps * stages * (32 * 2 * dim + 8) <= SHARED_BYTES
-    assert compiled(arch, dim, *rings.options)[1] * rings.warps * WARP <= REGISTERS_PER_SM
-    assert Rings.fitting(1024, SHARED_BYTES) is None, "four warps do not fit"
+    assert rings.shared_bytes == warps * stages * (32 * scored_bytes(dim, coded) + 8) <= SHARED_BYTES
+    assert compiled(arch, dim, rings, coded)[1] * rings.warps * WARP <= REGISTERS_PER_SM
+    assert Rings.fitting(scored_bytes(1024, False), SHARED_BYTES) is None, "four warps do not fit"
 
 
 @pytest.mark.usefixtures("packages")
@@ -61,12 +80,15 @@ def test_the_scan_keeps_many_loads_on_their_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("packages")
-def test_with_rings_rows_come_by_bulk_copies_and_go_to_the_tensor_cores(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("coded", "product"), [(False, "HMMA.16816.F32"), (True, "IMMA.16832.S8.S8")])
+def test_with_rings_rows_come_by_bulk_copies_and_go_to_the_tensor_cores(
+    coded: bool, product: str, tmp_path: Path
+) -> None:
     """The copy engine brings rows to shared memory and reports to a barrier; lanes load queries alone."""
-    rings = Rings.fitting(384, SHARED_BYTES)
+    rings = Rings.fitting(scored_bytes(384, coded), SHARED_BYTES)
     assert rings
-    scan = nvrtc.disassembled(compiled("sm_90", 384, *rings.options)[0], "scan", tmp_path)
-    before = scan[scan.index("UBLKCP") : scan.index("HMMA.16816.F32")]
+    scan = nvrtc.disassembled(compiled("sm_90", 384, rings, coded)[0], "scan", tmp_path)
+    before = scan[scan.index("UBLKCP") : scan.index(product)]
     assert "SYNCS.ARRIVE" in scan and "SYNCS.PHASECHK" in before
     assert before.count("LDS.128") >= 6 and before.count("LDG.E.128") <= 3
 

@@ -25,6 +25,7 @@ from undertow.kernels.gate.cuda_gate import CudaGate, source
 from undertow.kernels.gate.gate import Gate
 
 from ..support.kernels.gate_worlds import (
+    CODE_CUDA,
     CUDA,
     EVERYTHING,
     NUMPY_ON_DEVICE,
@@ -35,7 +36,15 @@ from ..support.kernels.gate_worlds import (
     shim_arena,
     unit,
 )
-from .test_gate_shim import DIMS, adversarial, many_questions, rising_world, tall_world, thin_world
+from .test_gate_shim import (
+    DIMS,
+    adversarial,
+    leaning_world,
+    many_questions,
+    rising_world,
+    tall_world,
+    thin_world,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +58,7 @@ SCORES = Path(__file__).parents[1] / "support" / "kernels" / "cuda_shim" / "scor
 def test_every_width_reads_as_the_reference_does(dim: int) -> None:
     for seed in range(4):
         rng = np.random.default_rng(seed)
-        world = World(dim, NUMPY_ON_DEVICE, CUDA)
+        world = World(dim, NUMPY_ON_DEVICE, CUDA, CODE_CUDA)
         pool = fill(world, rng, dim, (0, 1, 7, 80, 250))
         asked = many_questions(rng, pool)
         readings = world.read(asked)
@@ -57,9 +66,9 @@ def test_every_width_reads_as_the_reference_does(dim: int) -> None:
             world.check(readings, asked)
 
 
-@pytest.mark.parametrize("case", [tall_world, thin_world, rising_world])
+@pytest.mark.parametrize("case", [tall_world, thin_world, rising_world, leaning_world])
 def test_hard_cases_read_as_the_reference_does(case: Any) -> None:
-    world, asked = case(NUMPY_ON_DEVICE, CUDA)
+    world, asked = case(NUMPY_ON_DEVICE, CUDA, CODE_CUDA)
     world.read(asked)
 
 
@@ -67,7 +76,7 @@ def test_ragged_batches_read_as_the_reference_does() -> None:
     roomy = replace(NUMPY_ON_DEVICE, arena=partial(shim_arena, nbytes=128 << 20))
     for seed in range(10):
         rng = np.random.default_rng(seed)
-        world = World(384, roomy, CUDA)
+        world = World(384, roomy, CUDA, CODE_CUDA)
         sizes = np.minimum(rng.zipf(1.5, 60), 2000) - rng.integers(0, 2, 60)
         pool = fill(world, rng, 384, tuple(sizes.tolist()))
         asked = questions(rng, pool, 200)

@@ -18,20 +18,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from undertow.kernels.error_bounds import MAX_NORM, tensor_core_slack
+from undertow.kernels.arena.row_codes import codes_of
+from undertow.kernels.error_bounds import CODE_SLACK, MAX_NORM, tensor_core_slack
 from undertow.kernels.gate import planned_gate
 from undertow.kernels.gate.cuda_gate import CudaGate, Rings, source
 from undertow.kernels.gate.gate import Gate, GateReadings, Probes
 from undertow.kernels.gate.plan import MAX_SPACE_BYTES, MAX_TASKS, Plan, ProbeBatch, TaskLimits, lay_out
 
 from ..support.kernels.cuda_shim.shim import COMPILER, ShimError, ShimKernels, build, guarded
+from ..support.kernels.gate_mutants import CODE_MUTANTS, MESSAGES, MUTANTS, RING_MUTANTS
 from ..support.kernels.gate_worlds import (
+    CODE_SHIM,
     EVERYTHING,
     NUMBA,
     NUMPY_ON_DEVICE,
     PLANNED,
-    RING_SHIM,
     SHIM,
+    SHIMS,
     Backend,
     World,
     close_world,
@@ -64,7 +67,7 @@ def many_questions(rng: np.random.Generator, pool: NDArray[np.float16]) -> dict[
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_width_reads_as_the_cpu_does(dim: int) -> None:
     rng = np.random.default_rng(dim)
-    world, pool = close_world(rng, dim, NUMBA, SHIM, RING_SHIM)
+    world, pool = close_world(rng, dim, NUMBA, *SHIMS)
     asked = many_questions(rng, pool)
     for name, value in {"turn_segments": 4, "visible": EVERYTHING, "theta": -1.0, "k": 20}.items():
         asked[name][0] = value
@@ -78,7 +81,7 @@ def test_every_width_reads_as_the_cpu_does(dim: int) -> None:
 @given(seed=st.integers(0, 2**32), dim=st.sampled_from([64, 72]), segments=st.integers(1, 40))
 def test_ragged_batches_read_as_the_cpu_does(seed: int, dim: int, segments: int) -> None:
     rng = np.random.default_rng(seed)
-    world = World(dim, NUMBA, SHIM, RING_SHIM)
+    world = World(dim, NUMBA, *SHIMS)
     sizes = np.minimum(rng.zipf(1.6, segments), 700) - rng.integers(0, 2, segments)
     pool = fill(world, rng, dim, tuple(sizes.tolist()))
     asked = questions(rng, pool, 60)
@@ -109,7 +112,7 @@ def tall_world(*backends: Backend) -> tuple[World, dict[str, Any]]:
 
 
 def test_all_rows_above_theta_none_and_exact_ties() -> None:
-    world, asked = tall_world(NUMBA, SHIM, RING_SHIM)
+    world, asked = tall_world(NUMBA, *SHIMS)
     readings = world.read(asked)
     assert readings.count[0] > 2000
     assert readings.cut_bound.tolist() == [True, readings.count[1] > 100, True, False, False]
@@ -157,6 +160,23 @@ def test_tensor_scores_are_within_the_slack(dim: int, cut_block: int) -> None:
         exact = rows.astype(np.float64) @ queries.astype(np.float64).T
         worst = max(worst, float(np.abs(scores - exact).max()))
     assert 0 < worst <= tensor_core_slack(dim)
+
+
+@pytest.mark.parametrize("dim", [1, 16, 72, 384, 1024])
+def test_scores_of_codes_are_within_their_bounds(dim: int) -> None:
+    rng, told = np.random.default_rng(dim), np.empty((2, 32, 8), np.float32)
+    for _ in range(5):
+        rows, queries = adversarial(rng, 32, dim), adversarial(rng, 8, dim)
+        queries[:4], rows[5] = rows[:4], 0
+        codes = [codes_of(torch.from_numpy(vectors)).numpy() for vectors in (rows, queries)]
+        error = shim_library(dim, coded=True).tensor_scores(
+            *(ctypes.c_void_p(array.ctypes.data) for array in (*codes, told)), 0
+        )
+        assert error is None
+        highest, lowest = told.astype(np.float64)
+        exact = rows.astype(np.float64) @ queries.astype(np.float64).T
+        assert (lowest - CODE_SLACK <= exact).all() and (exact <= highest + CODE_SLACK).all()
+        assert (highest - lowest).mean() < 0.2 * MAX_NORM**2, "bounds that say nothing"
 
 
 def test_segments_without_rows_are_read() -> None:
@@ -270,71 +290,7 @@ def test_a_batch_read_in_parts_reads_as_the_whole(backend: Backend, monkeypatch:
     assert 1 < len(parts) <= 40
 
 
-# -- planted errors: each of these edits of gate.cu must be found
-
-MUTANTS = {
-    "no causal mask": ("step.row < plan.limit[p] && ", ""),
-    "no live mask": ("&& (step.flag & plan.flag[p]);", ";"),
-    "no clamp at the last row": (
-        "task.base + lane < task.end ? task.flags[task.base + lane] : 0",
-        "task.flags[task.base + lane]",
-    ),
-    "dead rows are asked": ("__ballot_sync(ALL, (task.flag & task.wanted) != 0)", "__ballot_sync(ALL, true)"),
-    "one flag for the whole group": (
-        "return __reduce_or_sync(ALL, wanted);",
-        "return __shfl_sync(ALL, wanted, 0);",
-    ),
-    "no slack below theta": (
-        "bool open = seen && score >= theta - slack",
-        "bool open = seen && score >= theta",
-    ),
-    "no slack above theta": ("score >= theta + slack", "score >= theta"),
-    "no slack at the first look": ("plan.theta[p] - plan.slack", "plan.theta[p]"),
-    "no slack at the worst of the best": ("score >= scores[room - 1] - slack", "score > scores[room - 1]"),
-    "the last of equals wins": ("worse = there && scores[i] < score", "worse = there && scores[i] <= score"),
-    "the last of equals wins at the merge": (
-        "a.score == b.score && a.row < b.row",
-        "a.score == b.score && a.row > b.row",
-    ),
-    "cells are not emptied": ("cells.count[plan.cell[p] + place] = 0;", ""),
-    "fragments of A transposed": ("upper.x, lower.x, upper.y, lower.y", "upper.x, upper.y, lower.x, lower.y"),
-    "upper half of B twice": ("b[s].z, b[s].w", "b[s].x, b[s].y"),
-    "rows read by the wrong lane": ("asked >> (g + 8 * i)", "asked >> (t + 8 * i)"),
-    "scores of the wrong row": ("lane % 8 * 4 + j / 2", "lane / 4 * 4 + j / 2"),
-    "first probes of a chunk only": ("p += ABREAST) ask", "p += step.last) ask"),
-    "query of the neighbour": ("const i64 mine = p + lane / 4;", "const i64 mine = p + lane % 4;"),
-    "first task of a group only": ("task.place = number - plan.task[g];", "task.place = 0;"),
-    "list of the neighbouring task": (
-        "cells.rows + plan.list[p] + step.place * room",
-        "cells.rows + plan.list[p]",
-    ),
-    "counts of every other task": ("cell += WARP) count", "cell += 2 * WARP) count"),
-    "one row less than k": (
-        "count < plan.k[p] ? count : plan.k[p]",
-        "count < plan.k[p] ? count : plan.k[p] / 2",
-    ),
-    "results in the plan's order": ("found.count[plan.place[p]]", "found.count[p]"),
-    "no barrier after an insertion": (
-        "rows[place] = row;\n    }\n    __syncwarp();",
-        "rows[place] = row;\n    }",
-    ),
-    "a list is read beyond its end": (
-        "if (cells.count[c] == cells.size[c])",
-        "if (*(const volatile double *)&cells.scores[at], cells.count[c] == cells.size[c])",
-    ),
-    "a task is taken in two steps": (
-        "number = atomicAdd((unsigned long long *)cells.next_task, 1ull);",
-        "number = *cells.next_task;\n    __syncwarp();\n    if (lane == 0) *cells.next_task = number + 1;",
-    ),
-    "lanes meet at two lines": (
-        "number = __shfl_sync(ALL, number, 0);",
-        "if (lane < 16) number = __shfl_sync(ALL, number, 0);\n else number = __shfl_sync(ALL, number, 0);",
-    ),
-    "a collective that not all lanes reach": (
-        "if (asked) return true;",
-        "if (task.flag & task.wanted) return true;",
-    ),
-}
+# -- planted errors
 
 
 def thin_world(*backends: Backend) -> tuple[World, dict[str, Any]]:
@@ -372,23 +328,42 @@ def rising_world(*backends: Backend) -> tuple[World, dict[str, Any]]:
     }
 
 
+def leaning_world(*backends: Backend) -> tuple[World, dict[str, Any]]:
+    """Rounding to codes takes as much of these scores as it can: all of it has one sign."""
+    steps = np.full(64, 30.45)
+    steps[0] = 127
+    flat, leaning = unit(np.ones(64)), unit(steps)
+    world = World(64, *backends)
+    for vector in (flat, leaning):
+        world.segment(np.stack([vector] * 40), np.ones(40, bool), np.zeros(40, bool))
+    return world, {
+        "queries": np.stack([leaning, flat]),
+        "turn_segments": np.arange(2),
+        "episode_segments": np.arange(2),
+        "visible": np.full(2, EVERYTHING),
+        "theta": np.full(2, cosine(flat, leaning)),
+        "k": np.full(2, 3),
+    }
+
+
 @cache
 def hard_cases() -> list[tuple[World, dict[str, Any]]]:
-    cases = [thin_world(NUMBA, SHIM), rising_world(NUMBA, SHIM)]
+    held = (NUMBA, SHIM, CODE_SHIM)
+    cases = [world(*held) for world in (thin_world, rising_world, leaning_world)]
     for seed in range(3):
         rng = np.random.default_rng(seed)
-        world, pool = close_world(rng, 64, NUMBA, SHIM)
+        world, pool = close_world(rng, 64, *held)
         cases.append((world, many_questions(rng, pool)))
-    return [*cases, tall_world(NUMBA, SHIM)]
+    return [*cases, tall_world(*held)]
 
 
-def hard_reads(library: ctypes.CDLL, rings: Rings | None = None) -> None:
+def hard_reads(library: ctypes.CDLL, rings: Rings | None = None, coded: bool = False) -> None:
     """Read hard cases by a library, each with an order of warps. AssertionError or ShimError: it errs."""
     for seed, (world, asked) in enumerate(hard_cases()):
         reference = world.backends[0].gate(world.arenas[0]).read(**asked)
         for descending in (False, True):
             kernels = ShimKernels(library, 64, cut_block=4, descending=descending, seed=seed, rings=rings)
-            same(reference, poisoned_read(CudaGate(world.arenas[1], kernels), asked))
+            same(reference, poisoned_read(CudaGate(world.arenas[1 + coded], kernels), asked))
 
 
 def poisoned_read(gate: Gate, asked: dict[str, Any]) -> Any:
@@ -404,42 +379,23 @@ def poisoned_read(gate: Gate, asked: dict[str, Any]) -> Any:
 
 
 def test_the_right_kernel_passes_what_wrong_ones_are_put_to() -> None:
-    for stages in (0, 1, 2, 3):
-        hard_reads(shim_library(64, stages), shim_rings(64, stages))
+    for stages, coded in ((0, False), (1, False), (2, False), (3, False), (0, True), (2, True)):
+        hard_reads(shim_library(64, stages, coded), shim_rings(64, stages, coded), coded)
 
 
-# where one check alone finds them
-MESSAGES = {
-    "a list is read beyond its end": "memory was touched beyond an array",
-    "lanes meet at two lines": "at different lines",
-}
-
-RING_MUTANTS = {
-    "one ring for all warps": ("ring = threadIdx.x / WARP * RING_STAGES", "ring = 0"),
-    "rows are scored before they came": ("wait_for(barriers + s, parity);", ""),
-    "the phase never changes": ("parity ^= 1", "parity ^= 0"),
-    "a slot is filled before all have read it": (
-        "ask_all(plan, cells, steps[s], lane);",
-        "fetch(rows + s * STEP_BYTES, steps[s], barriers + s, lane); ask_all(plan, cells, steps[s], lane);",
-    ),
-    "bytes of the whole step are expected": ("__popc(step.asked) * ROW_BYTES", "STEP_BYTES"),
-    "rows that nobody asks for are copied": ("} else if (step.asked >> lane & 1) {", "} else {"),
-    "all rows go to the first place": ("bulk_copy(target + lane * ROW_BYTES,", "bulk_copy(target,"),
-    "one slot for all steps": ("steps[s].vectors = rows + s * STEP_BYTES;", "steps[s].vectors = rows;"),
-    "a warp leaves while rows are on their way": (
-        "if (!there[s]) return;",
-        "if (!there[(s + 1) % RING_STAGES]) return;",
-    ),
-}
+EVERY_MUTANT = [
+    *((name, 0, False) for name in MUTANTS),
+    *((name, 2, False) for name in RING_MUTANTS),
+    *((name, 0, True) for name in CODE_MUTANTS),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "stages"), [*((name, 0) for name in MUTANTS), *((name, 2) for name in RING_MUTANTS)]
-)
-def test_a_planted_error_is_found(name: str, stages: int, tmp_path: Path) -> None:
-    right, wrong = (RING_MUTANTS if stages else MUTANTS)[name]
-    text, rings = source(), shim_rings(64, stages)
+@pytest.mark.parametrize(("name", "stages", "coded"), EVERY_MUTANT)
+def test_a_planted_error_is_found(name: str, stages: int, coded: bool, tmp_path: Path) -> None:
+    right, wrong = (MUTANTS | RING_MUTANTS | CODE_MUTANTS)[name]
+    text, rings = source(), shim_rings(64, stages, coded)
     assert text.count(right) == 1
-    library, errors = build(tmp_path, 64, text.replace(right, wrong), rings), (AssertionError, ShimError)
-    with pytest.raises((*errors, RuntimeError, IndexError, ValueError), match=MESSAGES.get(name)):
-        hard_reads(library, rings)
+    library = build(tmp_path, 64, text.replace(right, wrong), rings, coded)
+    errors = (AssertionError, ShimError, RuntimeError, IndexError, ValueError)
+    with pytest.raises(errors, match=MESSAGES.get(name)):
+        hard_reads(library, rings, coded)

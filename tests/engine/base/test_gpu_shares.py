@@ -141,8 +141,8 @@ class FakeCard:
     def empty_cache(self) -> None:
         self.pools = [(memory, nbytes) for memory, nbytes in self.pools if memory() is not None]
 
-    def make_arena(self, dim: int, device: str, nbytes: int) -> Arena:
-        memory = DeviceMemory(dim, "cpu", nbytes)
+    def make_arena(self, dim: int, device: str, nbytes: int, coded: bool) -> Arena:
+        memory = DeviceMemory(dim, "cpu", nbytes, coded)
         self.pools.append((weakref.ref(memory), nbytes))
         return Arena(dim, memory)
 

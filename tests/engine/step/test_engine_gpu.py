@@ -22,6 +22,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.readers import read
+from undertow.kernels.arena.row_codes import code_bytes
 
 from ...support.engine import RecordingLLM, Run, assert_same, ingest, note_evictions, opened, read_back
 from .test_eviction import use_pool
@@ -45,12 +46,21 @@ def on_card(monkeypatch: pytest.MonkeyPatch, rows: int) -> Settings:
     return Settings(device="cuda", card_shares=f"llm=0,arena={share:.9f},encoder=0.05", **THETA)
 
 
+def on_card_with_codes(monkeypatch: pytest.MonkeyPatch, rows: int) -> Settings:
+    more = (ROW_BYTES + code_bytes(ENCODER.dim)) / ROW_BYTES
+    return on_card(monkeypatch, int(rows * more)).model_copy(update={"gate_int8": True})
+
+
 def on_stand_in(monkeypatch: pytest.MonkeyPatch, rows: int) -> Settings:
     use_pool(monkeypatch, rows)
     return Settings(device="cpu", **THETA)
 
 
-POOLS = [pytest.param(on_card, id="card", marks=pytest.mark.gpu), pytest.param(on_stand_in, id="stand-in")]
+POOLS = [
+    pytest.param(on_card, id="card", marks=pytest.mark.gpu),
+    pytest.param(on_card_with_codes, id="card-codes", marks=pytest.mark.gpu),
+    pytest.param(on_stand_in, id="stand-in"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import Arena, make_arena
 from undertow.kernels.arena.device_memory import DeviceMemory
-from undertow.kernels.gate.cuda_gate import STEP_ROWS, CudaGate, Rings
+from undertow.kernels.gate.cuda_gate import STEP_ROWS, CudaGate, Rings, scored_bytes
 from undertow.kernels.gate.gate import Gate, GateReadings, Probes
 from undertow.kernels.gate.planned_gate import PlannedGate
 
@@ -37,27 +37,28 @@ class Backend:
     gate: Callable[[Arena], Gate]
 
 
-def shim_rings(dim: int, stages: int) -> Rings | None:
+def shim_rings(dim: int, stages: int, coded: bool = False) -> Rings | None:
     """Rings of so many stages for up to four warps; None for 0 stages, the scan of cards before sm_90."""
-    ring_bytes = stages * (STEP_ROWS * -(-dim // 8) * 16 + 8)
+    ring_bytes = stages * (STEP_ROWS * scored_bytes(dim, coded) + 8)
     assert ring_bytes <= SHARED_BYTES
     return Rings(min(4, SHARED_BYTES // ring_bytes), stages, shared_bytes=0) if stages else None
 
 
 @cache
-def shim_library(dim: int, stages: int = 0) -> Any:
+def shim_library(dim: int, stages: int = 0, coded: bool = False) -> Any:
     if COMPILER is None:
         pytest.skip("g++ is not installed: gate.cu cannot run without a card")
-    return build(Path(_LIBRARIES.name), dim, rings=shim_rings(dim, stages))
+    return build(Path(_LIBRARIES.name), dim, rings=shim_rings(dim, stages, coded), coded=coded)
 
 
-def shim_arena(dim: int, nbytes: int = POOL_BYTES) -> Arena:
-    return Arena(dim, DeviceMemory(dim, "cpu", nbytes))
+def shim_arena(dim: int, nbytes: int = POOL_BYTES, coded: bool = False) -> Arena:
+    return Arena(dim, DeviceMemory(dim, "cpu", nbytes, coded))
 
 
 def shim_gate(arena: Arena, stages: int = 0, **options: Any) -> CudaGate:
     """The CUDA gate, host code and kernels, on the CPU; options as in `ShimKernels`."""
-    library, rings = shim_library(arena.dim, stages), shim_rings(arena.dim, stages)
+    kind = (arena.dim, stages, arena.code_places is not None)
+    library, rings = shim_library(*kind), shim_rings(*kind)
     return CudaGate(arena, ShimKernels(library, arena.dim, rings=rings, **options))
 
 
@@ -91,9 +92,16 @@ NUMBA = Backend("numba", host_arena, numba_gate)
 PLANNED = Backend("numba-planned", host_arena, planned_gate)
 SHIM = Backend("shim", shim_arena, shim_gate)
 RING_SHIM = Backend("shim-rings", shim_arena, partial(shim_gate, stages=2))
+CODE_SHIM = Backend("shim-codes", partial(shim_arena, coded=True), shim_gate)
+RING_CODE_SHIM = Backend("shim-rings-codes", partial(shim_arena, coded=True), partial(shim_gate, stages=2))
+SHIMS = (SHIM, RING_SHIM, CODE_SHIM, RING_CODE_SHIM)
 CUDA = Backend("cuda", lambda dim: make_arena(dim, "cuda", 512 << 20), CudaGate)
-ON_CPU = (NUMPY, NUMBA, PLANNED, SHIM, RING_SHIM)
-EACH = [*(NUMPY, NUMPY_ON_DEVICE, NUMBA, PLANNED, SHIM, RING_SHIM), pytest.param(CUDA, marks=pytest.mark.gpu)]
+CODE_CUDA = Backend("cuda-codes", lambda dim: make_arena(dim, "cuda", 512 << 20, coded=True), CudaGate)
+ON_CPU = (NUMPY, NUMBA, PLANNED, *SHIMS)
+EACH = [
+    *(NUMPY, NUMPY_ON_DEVICE, NUMBA, PLANNED, *SHIMS),
+    *(pytest.param(card, marks=pytest.mark.gpu) for card in (CUDA, CODE_CUDA)),
+]
 
 
 def unit(vectors: NDArray[Any]) -> NDArray[np.float16]:

@@ -23,7 +23,7 @@ extern "C" const char *launch(int kernel, unsigned blocks, unsigned threads, con
     return simt::launch(bodies[kernel], blocks, threads);
 }
 
-// rows: [32, padded dim], queries: [8, padded dim] fp16; out: [32, 8].
+// rows: [32, padded dim], queries: [8, padded dim] fp16, or their codes; out: [32, 8], with codes [2, 32, 8].
 extern "C" const char *tensor_scores(const char *rows, const char *queries, float *out, int cut_block) {
     static struct {
         const char *rows, *queries;
@@ -31,7 +31,7 @@ extern "C" const char *tensor_scores(const char *rows, const char *queries, floa
     } given;
     given = {rows, queries, out};
     simt::cut_block = cut_block;
-    simt::readable = {{(uintptr_t)rows, (uintptr_t)rows + 32 * ROW_BYTES}, {(uintptr_t)queries, (uintptr_t)queries + 8 * ROW_BYTES}};
+    simt::readable = {{(uintptr_t)rows, (uintptr_t)rows + 32 * SCORED_BYTES}, {(uintptr_t)queries, (uintptr_t)queries + 8 * SCORED_BYTES}};
     if (rows > queries) std::swap(simt::readable[0], simt::readable[1]);
     return simt::launch([] { scores(given.rows, given.queries, given.out); }, 1, WARP);
 }

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from undertow.kernels.gate.cuda_gate import BLOCK_THREADS, WARP, Rings, source
+from undertow.kernels.arena.row_codes import code_bytes
+from undertow.kernels.gate.cuda_gate import BLOCK_THREADS, WARP, Rings, options_of, source
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
@@ -26,7 +27,9 @@ class ShimError(Exception):
     """What no device would forgive: lanes in different collectives, a read out of bounds."""
 
 
-def build(folder: Path, dim: int, edited: str | None = None, rings: Rings | None = None) -> ctypes.CDLL:
+def build(
+    folder: Path, dim: int, edited: str | None = None, rings: Rings | None = None, coded: bool = False
+) -> ctypes.CDLL:
     """Compile gate.cu (or the text given in its place) for the host; with rings as for sm_90."""
     number = next(n for n in itertools.count() if not (folder / f"{n}.so").exists())
     target, text = folder / f"{number}.so", folder / f"{number}.cu"
@@ -34,8 +37,8 @@ def build(folder: Path, dim: int, edited: str | None = None, rings: Rings | None
     command = [
         *(str(COMPILER), "-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas"),
         "-U_FORTIFY_SOURCE",  # whose check of longjmp knows one stack only
-        *(rings.options if rings else ()),
-        *(f"-DDIM={dim}", f'-DSOURCE="{text}"', str(HERE / "host.cpp"), "-o", str(target)),
+        *options_of(dim, rings, coded),
+        *(f'-DSOURCE="{text}"', str(HERE / "host.cpp"), "-o", str(target)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:
@@ -62,7 +65,7 @@ class ShimKernels:
     ) -> None:
         self.warps = 8
         self._in_block = {"scan": rings.warps} if rings else {}
-        self._library, self._row_bytes = library, -(-dim // 8) * 16
+        self._library, self._row_bytes, self._code_bytes = library, -(-dim // 8) * 16, code_bytes(dim)
         self._cut_block, self._descending, self._seed = cut_block, descending, seed
 
     def launch(self, kernel: str, warps: int, *structs: NDArray[Any]) -> None:
@@ -84,13 +87,18 @@ class ShimKernels:
             raise ShimError(f"{kernel}: {error.decode()}")
 
     def _readable(self, plan: NDArray[Any]) -> NDArray[np.int64]:
-        """[n, 2]: the rows that the plan's groups ask for, and the queries."""
+        """[n, 2]: the rows that the plan's groups ask for, and the queries; with codes, those too."""
         groups, probes = int(plan["groups"]), int(plan["probes"])
         begin = _int64s(int(plan["vectors"]), groups)
         end = begin + _int64s(int(plan["rows"]), groups) * self._row_bytes
-        queries = int(plan["queries"])
-        asked = (_int64s(int(plan["query"]), probes).max() + 1) * self._row_bytes
-        ranges = np.concatenate((np.stack((begin, end), 1), [[queries, queries + asked]]))
+        asked = int(_int64s(int(plan["query"]), probes).max() + 1)
+        ranges = np.stack((begin, end), 1)
+        given = [[int(plan["queries"]), int(plan["queries"]) + asked * self._row_bytes]]
+        if int(plan["code"]):
+            codes = int(plan["code"]) + (ranges - int(plan["row"])) // self._row_bytes * self._code_bytes
+            given.append([int(plan["codes"]), int(plan["codes"]) + asked * self._code_bytes])
+            ranges = np.concatenate((ranges, codes))
+        ranges = np.concatenate((ranges, given))
         ranges = ranges[ranges[:, 0] < ranges[:, 1]]
         return np.ascontiguousarray(ranges[np.argsort(ranges[:, 0])])
 

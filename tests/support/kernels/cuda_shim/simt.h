@@ -44,8 +44,8 @@ struct Range {  // of memory that a kernel may read through __ldg; sorted, apart
     uintptr_t begin, end;
 };
 
-enum class Kind { none, ballot, reduce_or, shuffle, shuffle_xor, sync, mma };
-inline const char *const KIND_NAMES[] = {"none", "ballot", "reduce_or", "shfl", "shfl_xor", "syncwarp", "mma"};
+enum class Kind { none, ballot, reduce_or, shuffle, shuffle_xor, sync, mma, mma_bytes };
+inline const char *const KIND_NAMES[] = {"none", "ballot", "reduce_or", "shfl", "shfl_xor", "syncwarp", "mma", "mma of bytes"};
 
 struct Visit {  // what a lane brings to a collective, and what it takes away
     Kind kind;
@@ -145,8 +145,31 @@ inline void mma_all() {
     }
 }
 
+// The same for mma.m16n8k32 with bytes, whose sums are exact.
+inline void mma_bytes_all() {
+    static int a[16][32], b[32][8];
+    const auto byte = [](unsigned word, int i) { return (int)(int8_t)(word >> 8 * (i & 3)); };
+    for (int l = 0; l < LANES; ++l) {
+        const unsigned *operands = warp->lanes[l].visit.operands;
+        const int group = l >> 2, in_group = l % 4;
+        for (int i = 0; i < 16; ++i) {
+            const int row = i < 4 || (8 <= i && i < 12) ? group : group + 8;
+            a[row][in_group * 4 + (i & 3) + (i >= 8 ? 16 : 0)] = byte(operands[i / 4], i);
+        }
+        for (int i = 0; i < 8; ++i) b[in_group * 4 + (i & 3) + (i >= 4 ? 16 : 0)][group] = byte(operands[4 + i / 4], i);
+    }
+    for (int l = 0; l < LANES; ++l)
+        for (int i = 0; i < 4; ++i) {
+            int sum;
+            std::memcpy(&sum, &warp->lanes[l].visit.sums[i], sizeof sum);
+            for (int k = 0; k < 32; ++k) sum += a[(l >> 2) + (i >= 2 ? 8 : 0)][k] * b[k][l % 4 * 2 + (i & 1)];
+            std::memcpy(&warp->lanes[l].visit.sums[i], &sum, sizeof sum);
+        }
+}
+
 inline void settle(Kind kind) {
     if (kind == Kind::mma) return mma_all();
+    if (kind == Kind::mma_bytes) return mma_bytes_all();
     uint64_t values[LANES], bits = 0, any = 0;
     for (int l = 0; l < LANES; ++l) {
         values[l] = warp->lanes[l].visit.value;
@@ -326,12 +349,19 @@ inline unsigned long long atomicAdd(unsigned long long *place, unsigned long lon
     return before;
 }
 
-inline void mma(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1,
-                int line = __builtin_LINE()) {
+template <class Sum>
+void mma(Sum (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1, int line = __builtin_LINE()) {
+    const auto kind = std::is_same_v<Sum, int> ? simt::Kind::mma_bytes : simt::Kind::mma;
     const unsigned operands[6] = {a0, a1, a2, a3, b0, b1};
     std::memcpy(simt::mine().operands, operands, sizeof operands);
     std::memcpy(simt::mine().sums, sums, sizeof sums);
-    std::memcpy(sums, simt::meet(simt::Kind::mma, 0xffffffffu, line).sums, sizeof sums);
+    std::memcpy(sums, simt::meet(kind, 0xffffffffu, line).sums, sizeof sums);
+}
+
+inline float as_float(unsigned bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
 alignas(128) inline char shared_memory[232448];
