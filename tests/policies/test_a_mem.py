@@ -64,6 +64,16 @@ def test_links_and_evolution_come_of_one_reply() -> None:
     assert first.text.startswith("Ann: boat number0\n"), "the message itself stays"
 
 
+def test_the_context_of_a_note_beside_it_is_no_evolution() -> None:
+    view = View({})
+    taken(view, 0, about("Ann has a boat"))
+    taken(view, 1, about("Ann sails"), connected([], [evolution(1, "Ann sails")]))
+    assert [note.version for note in notes(view)] == [1, 1]
+    for context in ("Ann rests", "Ann has a boat"):  # of the new note, and of one of the two
+        taken(view, 2, about("Ann rests"), connected([], [evolution(1, context), evolution(2, context)]))
+    assert [note.text.rpartition(" ")[2] for note in notes(view)[:2]] == ["boat", "sails"]
+
+
 def test_a_number_of_no_note_links_nothing() -> None:
     view = View({})
     taken(view, 0, about())

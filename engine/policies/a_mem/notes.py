@@ -67,7 +67,7 @@ def write(work: Work, content: Content) -> Steps:
     links = tuple(n.note.id for n in named(reply.links, near, otherwise=()))
     more = {**content.more, "links": links, "shown_seqs": content.shown}
     work.new("fact", text, vector, content.sources, version, **more)
-    yield from _evolve(work, content, near, reply)
+    yield from _evolve(work, text, content, near, reply)
 
 
 def rewrite(work: Work, note: Memory, gone: frozenset[str]) -> Steps:
@@ -137,13 +137,18 @@ def _connecting(text: str, content: Content, near: Sequence[Neighbour]) -> Promp
     return connect_prompt(ShownMemory(1, content.timestamp, text), shown)
 
 
-def _evolve(work: Work, content: Content, near: Sequence[Neighbour], reply: ConnectReply) -> Steps:
-    """New keywords, tags and contexts of neighbours (equation 7); of two for a note the first counts."""
+def _evolve(work: Work, text: str, content: Content, near: Sequence[Neighbour], reply: ConnectReply) -> Steps:
+    """New keywords, tags and contexts of neighbours (equation 7); of two for a note the first counts.
+
+    A small model gives a note the context of one beside it, word for word: that is left out.
+    """
     first = {change.note: change for change in reversed(reply.evolved)}
     texts = {
-        one.note.id: note_text(one.content, first[number])
+        one.note.id: newer
         for number, one in enumerate(near, 1)
         if number in first and one.content is not None
+        for newer in [note_text(one.content, first[number])]
+        if _context(newer) not in {_context(text), *(_context(n.note.text) for n in near if n is not one)}
     }
     seen = frozenset((*content.sources, *content.shown)).union(*(one.reach for one in near))
     changed = [one.note for one in near if texts.get(one.note.id, one.note.text) != one.note.text]
@@ -162,6 +167,10 @@ def note_text(content: str, about: AnnotateReply) -> str:
     keywords, tags = (", ".join(map(_one_line, words)) for words in (about.keywords, about.tags))
     lines = zip(_LABELS, (keywords, tags, _one_line(about.context)), strict=True)
     return "\n".join([content, *(label + line for label, line in lines)])
+
+
+def _context(text: str) -> str:
+    return text.rpartition("\n")[2]
 
 
 def _one_line(text: str) -> str:

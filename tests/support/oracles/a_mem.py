@@ -71,7 +71,10 @@ class OracleAMem(Oracle):
         for number, note in enumerate(near, 1):
             mine = [change for change in changes if change.note == number][:1]
             for change in mine:
-                self._evolve(new.made_at_seq, note, self._text(self._words[note.id], change), seen)
+                changed = self._text(self._words[note.id], change)
+                beside = [text, *(other.text for other in near if other.id != note.id)]
+                if changed.split("\n")[-1] not in [each.split("\n")[-1] for each in beside]:
+                    self._evolve(new.made_at_seq, note, changed, seen)
 
     def _evolve(self, seq: int, note: OracleMemory, text: str, seen: set[int]) -> None:
         if text != note.text:
