@@ -18,9 +18,11 @@ MAX_NORM = 4.0
 
 # For int8 codes (kernels/arena/row_codes.py), let q = s_q c_q + e_q and x = s_x c_x + e_x. Their score
 # s_q s_x (c_q . c_x) differs from q.x by e_q . x + s_q c_q . e_x, which Cauchy-Schwarz bounds by
-# |e_q| |x| + (|q| + |e_q|) |e_x|, of the norms kept with the codes. The integer product is exact, below 2**31
-# for up to 133,000 values. Score and bound are some fp32 operations on values of at most 80; together they
-# lose less than this.
+# |e_q| |x| + (|q| + |e_q|) |e_x|, of the norms kept with the codes. The integer product is exact, below
+# 2**31 for up to 133,000 values. Up to 65,536 of them |e_x| <= 0.71 |x|, so that scores are at most 47 and
+# bounds at most 31. A relative error of 2**-24 each have three operations of a score, four of a bound, their
+# sum (78), and for the lowest score four of twice the bound (62) and the difference (78): 4e-5 together, and
+# less than this.
 CODE_SLACK = 2.0**-14
 
 

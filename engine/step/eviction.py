@@ -137,7 +137,7 @@ class ArenaResidency:
     def _reclaim(self, rows: int) -> bool:
         """Evict idle tenants for a segment of `rows` rows. False: none could be evicted."""
         before = self._arena.nbytes
-        enough = before - max(rows * self._arena.row_bytes, int(self._room_bytes * POOL_SPARE))
+        enough = before - max(rows * self._arena.stored_bytes, int(self._room_bytes * POOL_SPARE))
         self._make_room(lambda: self._arena.nbytes <= enough)
         return self._arena.nbytes < before
 

@@ -168,7 +168,7 @@ class Arena(SlabTable):
 
     def bytes_of(self, segments: ArrayLike) -> int:
         """The part of `nbytes` of these segments, int64 [n], including their room for growth."""
-        return int(self._capacity[self._slots_of(segments)].sum()) * self._memory.stored_bytes
+        return int(self._capacity[self._slots_of(segments)].sum()) * self.stored_bytes
 
     # -- handles
 

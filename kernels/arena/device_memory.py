@@ -50,14 +50,15 @@ class DeviceMemory:
         self._code_bytes = code_bytes(dim) if coded else 0
         self.stored_bytes = self.row_bytes + self._code_bytes + 1
         self._device = torch.device(device)
-        bounce = max(1, min(_BOUNCE_BYTES, nbytes // _BOUNCE_SHARE) // self.row_bytes)
-        rows = (nbytes - bounce * self.row_bytes) // self.stored_bytes
+        widest = max(self.row_bytes, self._code_bytes)
+        self._at_a_time = bounce = max(1, min(_BOUNCE_BYTES, nbytes // _BOUNCE_SHARE) // widest)
+        rows = (nbytes - bounce * widest) // self.stored_bytes
         if rows < class_rows(1):
             raise ValueError(
                 f"an arena of {nbytes} bytes on {self._device} holds no segment of vectors of {dim} "
                 f"values: give it {(class_rows(1) + bounce + 1) * self.stored_bytes} bytes at least"
             )
-        self._rows, self._codes, self._flags, self._bounce = self._reserve(rows, bounce)
+        self._rows, self._codes, self._flags, self._bounce = self._reserve(rows, bounce * widest)
         # What moves with a row, in words of 32 bits, and is zeroed with it.
         self._pools = (self._rows.view(torch.int32), self._codes)[: 1 + coded]
         self._values = self._rows[:, :dim]
@@ -68,17 +69,17 @@ class DeviceMemory:
         self._address = self._rows.data_ptr()
         self._flags_address = self._flags.data_ptr()
 
-    def _reserve(self, rows: int, bounce: int) -> tuple[torch.Tensor, ...]:
+    def _reserve(self, rows: int, bounce_bytes: int) -> tuple[torch.Tensor, ...]:
         width, device = self.row_bytes // 2, self._device
         try:
             return (
                 torch.zeros((rows, width), dtype=torch.float16, device=device),
                 torch.zeros((rows, self._code_bytes // 4), dtype=torch.int32, device=device),
                 torch.zeros(rows, dtype=torch.uint8, device=device),
-                torch.empty(bounce * width // 2, dtype=torch.int32, device=device),
+                torch.empty(bounce_bytes // 4, dtype=torch.int32, device=device),
             )
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            wanted = rows * self.stored_bytes + bounce * self.row_bytes
+            wanted = rows * self.stored_bytes + bounce_bytes
             free = f"; {torch.cuda.mem_get_info(device)[0]} are free" if device.type == "cuda" else ""
             raise MemoryError(
                 f"the arena cannot have its {wanted} bytes on {device}{free}: "
@@ -125,19 +126,19 @@ class DeviceMemory:
         return new
 
     def settle(self) -> bool:
-        """Move the rows of all slabs that `resize` replaced, in a few launches. Returns whether any was."""
+        """Move the rows of all slabs that `resize` replaced, in a few launches. Returns whether any was.
+
+        If it fails, the next one goes on with what has not moved.
+        """
         if not self._outgrown:
             return False
         slabs, starts, counts = zip(*self._outgrown, strict=True)
-        self._outgrown = []
-        lengths = np.array(counts)
-        before = np.array([slab.start for slab in slabs])
+        lengths, before = np.array(counts), np.array([slab.start for slab in slabs])
         sources = np.arange(lengths.sum()) + np.repeat(before - np.cumsum(lengths) + lengths, lengths)
-        self._carry(sources, sources + np.repeat(np.array(starts) - before, lengths))
-        left = self._upload(sources)
-        for pool in (*self._pools, self._flags):
-            pool.index_fill_(0, left, 0)
-        self._mirror[sources] = 0
+        targets = sources + np.repeat(np.array(starts) - before, lengths)
+        held = self._mirror[sources] != 0  # without flags are redacted rows and those that have moved: zeros
+        self._carry(sources[held], targets[held], clear=True)
+        self._outgrown = []
         for slab in slabs:
             self._ranges.give(slab)
         return True
@@ -157,6 +158,8 @@ class DeviceMemory:
         size = class_rows(rows) if rows else 0
         if self._ranges.free < size or self._ranges.free == self._ranges.largest_free:
             return settled
+        if rows and self._ranges.largest_free >= size:
+            return settled
         first, sources = self._ranges.pack()
         end = first + len(sources)
         # In ascending order no row is overwritten before it has moved: sources[i] >= first + i.
@@ -169,18 +172,26 @@ class DeviceMemory:
         address = self._address + slab.start * self.row_bytes
         return address, self._flags_address + slab.start, slab.rows
 
-    def _carry(self, sources: Int64s, targets: Int64s) -> None:
-        """Copy row sources[i], its code and its flag to row targets[i], in order, a part at a time."""
-        at_a_time = len(self._bounce) * 4 // max(self.row_bytes, self._code_bytes)
-        for start in range(0, len(sources), at_a_time):
-            part = slice(start, start + at_a_time)
-            before, after = self._upload(sources[part]), self._upload(targets[part])
+    def _carry(self, sources: Int64s, targets: Int64s, clear: bool = False) -> None:
+        """Copy row sources[i], its code and its flag to row targets[i], in order, a part at a time.
+
+        `clear`: zero the sources, which are no targets.
+        """
+        for start in range(0, len(sources), self._at_a_time):
+            part = slice(start, start + self._at_a_time)
+            flags = self._mirror[sources[part]]
+            # what can fail comes before what changes anything
+            before, after, held = [self._upload(each) for each in (sources[part], targets[part], flags)]
             for pool in self._pools:
                 passing = self._bounce[: len(before) * pool.shape[1]].view(len(before), -1)
                 pool.index_copy_(0, after, torch.index_select(pool, 0, before, out=passing))
-        flags = self._mirror[sources]
-        self._mirror[targets] = flags
-        self._flags.index_copy_(0, self._upload(targets), self._upload(flags))
+            self._flags.index_copy_(0, after, held)
+            self._mirror[targets[part]] = flags
+            if clear:
+                for pool in (*self._pools, self._flags):
+                    pool.index_fill_(0, before, 0)
+                self._mirror[sources[part]] = 0
+        self._bounce.zero_()
 
     def _clear(self, start: int, end: int) -> None:
         for pool in (*self._pools, self._flags):
@@ -202,9 +213,11 @@ class DeviceMemory:
     def write(self, addresses: Int64s, held: torch.Tensor) -> None:
         """Write vector i to the row at addresses[i]; the addresses are distinct."""
         rows = self._rows_at(addresses)
+        # coding takes memory, so it may fail: before anything changes
+        codes = codes_of(held) if self._code_bytes else None
         self._values.index_copy_(0, rows, held)
-        if self._code_bytes:
-            self._codes.index_copy_(0, rows, codes_of(held))
+        if codes is not None:
+            self._codes.index_copy_(0, rows, codes)
 
     def wipe(self, addresses: Int64s) -> None:
         rows = self._rows_at(addresses)

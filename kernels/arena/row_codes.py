@@ -11,7 +11,7 @@ import torch
 
 BOUNDS_BYTES = 16
 _LEVELS = 127
-_BLOCK_ROWS = 4096
+_BLOCK_BYTES = 8 << 20  # of fp64, a few times
 # More than fp64 and the rounding to fp32 can take from a norm.
 _UP, _UP_LEAST = 1 + 1e-6, 1e-12
 
@@ -24,8 +24,9 @@ def codes_of(rows: torch.Tensor) -> torch.Tensor:
     """int32 [n, code_bytes(dim) / 4] of float16 [n, dim], on their device."""
     count, dim = rows.shape
     codes = torch.zeros((count, code_bytes(dim)), dtype=torch.int8, device=rows.device)
-    for start in range(0, count, _BLOCK_ROWS):
-        part = slice(start, start + _BLOCK_ROWS)
+    block = max(1, _BLOCK_BYTES // (8 * dim))
+    for start in range(0, count, block):
+        part = slice(start, start + block)
         exact = rows[part].double()
         scale = (exact.abs().amax(1) / _LEVELS).float()
         wide = scale.double()[:, None]

@@ -61,6 +61,11 @@ class SlabTable:
         return self._memory.row_bytes
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of a row with its flag and, if there is one, its code."""
+        return self._memory.stored_bytes
+
+    @property
     def code_places(self) -> tuple[int, int] | None:
         """(address of some row, address of its code), from which all others follow; None without codes."""
         return self._memory.code_places
@@ -78,7 +83,7 @@ class SlabTable:
     @property
     def used_bytes(self) -> int:
         """Bytes of the existing rows, with their flags and codes."""
-        return int(self._length.sum()) * self._memory.stored_bytes
+        return int(self._length.sum()) * self.stored_bytes
 
     def _grow(self, slots: int) -> None:
         """Make the table long enough for `slots` slots."""
@@ -117,7 +122,7 @@ class SlabTable:
             length = int(self._length[slot])
             if length >= self._capacity[slot]:
                 self._move(slot, length + 1)
-                self._memory.settle()
+            self._memory.settle()
             return np.array([length])
         order = np.argsort(owners, kind="stable")
         slots, starts, counts = np.unique(owners[order], return_index=True, return_counts=True)

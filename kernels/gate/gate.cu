@@ -54,8 +54,8 @@ struct Step {
 };
 
 // Count the rows of a step that reach the theta of probe `p`, and list the best of them, given tensor
-// core scores, with codes the highest that they leave possible. The lowest row goes first; one that surely counts but no longer belongs to the best
-// needs no exact score.
+// core scores, with codes the highest that they leave possible. The lowest row goes first; one that surely
+// counts but no longer belongs to the best needs no exact score.
 __device__ __forceinline__ void judge(const Plan &plan, const Cells &cells, const Step &step, i64 p, float highest, int lane) {
     const double theta = plan.theta[p], slack = plan.slack;
     float lowest = highest;

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +62,7 @@ class ArenaMachine(RuleBasedStateMachine):
         given: NDArray[np.float16] | torch.Tensor = vectors
         if seed % 2 and self.memory is not None:
             given = torch.from_numpy(vectors).to(self.device)
-        free = ((self.arena.capacity_bytes or 0) - self.arena.nbytes) // self.arena._memory.stored_bytes
+        free = ((self.arena.capacity_bytes or 0) - self.arena.nbytes) // self.arena.stored_bytes
         grown = {s: len(rows) + int((owners == s).sum()) for s, rows in self.model.items()}
         try:
             handles = self.arena.extend(owners, given, live)
@@ -118,7 +120,7 @@ class ArenaMachine(RuleBasedStateMachine):
             assert self.arena.vector16(handles).tobytes() == b"".join(v for v, _ in expected)
             assert self.arena.flags(segment).tolist() == [f for _, f in expected]
         rows = sum(map(len, self.model.values()))
-        assert self.arena.used_bytes == rows * self.arena._memory.stored_bytes <= self.arena.nbytes
+        assert self.arena.used_bytes == rows * self.arena.stored_bytes <= self.arena.nbytes
 
 
 class PoolMachine(ArenaMachine):
@@ -321,6 +323,33 @@ def test_one_call_can_use_the_room_that_it_has_freed() -> None:
     arena.reserve([first, second])
     assert arena.nbytes == arena.capacity_bytes == 20 * (ROW_BYTES + 1)
     np.testing.assert_array_equal(arena.vector16(handles), vectors)
+
+
+@pytest.mark.parametrize("failing", range(1, 12))
+def test_a_move_that_fails_loses_nothing(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve slabs are outgrown in one call, and an upload fails somewhere: the next call goes on."""
+    arena, rng = (
+        Arena(DIM, memory := DeviceMemory(DIM, "cpu", pool_bytes(400), coded=True)),
+        np.random.default_rng(0),
+    )
+    owners = np.repeat([arena.new_segment() for _ in range(12)], 4)
+    vectors = random_vectors(rng, 48)
+    handles = np.concatenate([arena.extend(owners[i::4], vectors[i::4], True) for i in range(4)])
+    upload, uploads = memory._upload, itertools.count(1)
+
+    def fragile(values: NDArray[Any]) -> torch.Tensor:
+        if next(uploads) == failing:
+            raise RuntimeError("no memory")
+        return upload(values)
+
+    monkeypatch.setattr(memory, "_upload", fragile)
+    with pytest.raises(RuntimeError, match="no memory"):
+        for _ in range(2):
+            arena.reserve(np.repeat(owners, 2))
+    arena.reserve(owners[:1])
+    expected = np.concatenate([vectors[i::4] for i in range(4)])
+    np.testing.assert_array_equal(arena.vector16(handles), expected)
+    assert memory._codes.count_nonzero(1).count_nonzero() == 48
 
 
 def test_reclaim_is_asked_before_a_refusal() -> None:

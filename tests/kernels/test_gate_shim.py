@@ -329,20 +329,27 @@ def rising_world(*backends: Backend) -> tuple[World, dict[str, Any]]:
 
 
 def leaning_world(*backends: Backend) -> tuple[World, dict[str, Any]]:
-    """Rounding to codes takes as much of these scores as it can: all of it has one sign."""
-    steps = np.full(64, 30.45)
-    steps[0] = 127
-    flat, leaning = unit(np.ones(64)), unit(steps)
+    """Rounding to codes takes as much of these scores as it can: each error is parallel to the other vector.
+
+    Only what fp32 loses then decides whether the bound reaches the theta, so that some need the slack.
+    """
+    variants = np.full((40, 64), 30.4) + np.arange(40)[:, None] / 500
+    variants[:, 0] = 127
+    flat, leaning = (
+        (3.7 * v / np.linalg.norm(v, axis=-1, keepdims=True)).astype(np.float16)
+        for v in (np.minimum(np.arange(64.0), 1), variants)
+    )
     world = World(64, *backends)
-    for vector in (flat, leaning):
-        world.segment(np.stack([vector] * 40), np.ones(40, bool), np.zeros(40, bool))
+    for rows in (np.stack([flat] * 40), leaning):
+        world.segment(rows, np.ones(40, bool), np.zeros(40, bool))
+    exact = np.array([cosine(flat, row) for row in leaning])
     return world, {
-        "queries": np.stack([leaning, flat]),
-        "turn_segments": np.arange(2),
-        "episode_segments": np.arange(2),
-        "visible": np.full(2, EVERYTHING),
-        "theta": np.full(2, cosine(flat, leaning)),
-        "k": np.full(2, 3),
+        "queries": np.concatenate((leaning, np.stack([flat] * 40))),
+        "turn_segments": np.repeat([0, 1], 40),
+        "episode_segments": np.repeat([1, 0], 40),
+        "visible": np.full(80, EVERYTHING),
+        "theta": np.concatenate((exact, exact)),
+        "k": np.full(80, 3),
     }
 
 

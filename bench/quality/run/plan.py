@@ -48,7 +48,7 @@ OTHERWISE = (
 )
 # what affects speed, place and success of a run, but none of its lines
 RUNNING = (
-    *("device", "card_shares", "encode_cache_texts", "durability", "arena_bytes"),
+    *("device", "card_shares", "gate_int8", "encode_cache_texts", "durability", "arena_bytes"),
     *("batch_turns", "queue_turns", "gate_lookahead_turns", "max_message_bytes", "max_import_bytes"),
     *("embedding_url", "embedding_api_key", "embedding_batch_texts"),
     *("llm_url", "llm_api_key", "llm_in_flight", "llm_timeout_s", "llm_patience_s"),

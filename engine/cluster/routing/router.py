@@ -7,7 +7,7 @@ of a service, whose calls then change no thread. A slow shard does not delay cal
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -49,9 +49,6 @@ ShardStates = dict[str, dict[str, Any]]
 
 # how long a shard may take to report its status
 STATUS_PATIENCE_S = 5.0
-
-# parts of a table that shards store while the next one is read
-TABLES_AHEAD = 4
 
 # how often a shard that owes an answer is pinged
 PING_S = 5.0
@@ -246,15 +243,9 @@ class Router(MemoryApi):
 
         ShardDown: turns of this record batch and those before it may have been stored.
         """
-        counts, sent = Counter[str](), deque[Future[pa.Table]]()
-        try:
-            for turns in turns_of_rows(table, source, self._max_message_bytes, self.store_encoder):
-                sent.append(self.feed_table(turns))
-                if len(sent) > TABLES_AHEAD:
-                    counts.update(sent.popleft().result().column("status").to_pylist())
-        finally:  # the record batches before a refused one are stored
-            for begun in sent:
-                counts.update(begun.result().column("status").to_pylist())
+        counts = Counter[str]()
+        for turns in turns_of_rows(table, source, self._max_message_bytes, self.store_encoder):
+            counts.update(self.feed_table(turns).result().column("status").to_pylist())
         parked = counts[Status.PARKED]
         return TableReport(counts.total() - parked, counts[Status.STORED], parked)
 

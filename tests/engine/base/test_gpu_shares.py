@@ -170,5 +170,7 @@ def test_a_closed_or_failed_engine_leaves_the_card_to_the_next(
 def test_two_engines_that_fit_share_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = FakeCard(monkeypatch)
     settings, encoder = Settings(card_shares="llm=0,arena=0.4,encoder=0.1"), HashingEncoder(64)
-    with Engine(tmp_path / "a", settings, encoder), Engine(tmp_path / "b", settings, encoder):
+    coded = settings.model_copy(update={"gate_int8": True})
+    with Engine(tmp_path / "a", settings, encoder) as plain, Engine(tmp_path / "b", coded, encoder) as other:
+        assert (plain.arena.code_places is None, other.arena.code_places is None) == (True, False)
         assert card.reserved() == 2 * int(0.4 * card.total)

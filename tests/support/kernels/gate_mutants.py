@@ -90,6 +90,7 @@ RING_MUTANTS = {
 
 # with int8 codes
 CODE_MUTANTS = {
+    "codes, no slack at the first look": ("plan.theta[p] - plan.slack", "plan.theta[p]"),
     "no bound of the codes at the first look": (" + distance(row, pair[odd])", ""),
     "no bound of the codes at the second": ("if (CODED) lowest -= 2 *", "if (false) lowest -= 2 *"),
     "the query's error is left out": ("return query.error * row.norm +", "return"),
