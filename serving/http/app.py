@@ -15,6 +15,7 @@ from starlette.routing import Match
 
 from undertow.serving.http.jobs.actions import works
 from undertow.serving.http.mcp_endpoint import mcp_mounted
+from undertow.serving.http.mem0.face import Mem0Face
 from undertow.serving.http.middleware.front import Front
 from undertow.serving.http.middleware.request_observer import RequestObserver
 from undertow.serving.http.openapi import TITLE, describe
@@ -41,6 +42,7 @@ def make_app(service: Service, tracing: Tracing | None = None) -> FastAPI:
         app.include_router(routes.router)
     hot = (*add.router.routes, *search_and_answer.router.routes)
     direct = [route for route in hot if isinstance(route, GuardedRoute) and route.access.direct]
+    app.add_middleware(Mem0Face)
     app.add_middleware(Front, load=service.load, guard=service.guard, turns=service.turns, direct=direct)
     app.add_middleware(
         RequestObserver, metrics=service.metrics, tenant_key=service.memories.tenant_key, tracing=tracing

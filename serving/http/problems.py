@@ -42,6 +42,8 @@ MOST_ERRORS = 32
 FORM = re.compile(r"str|int|float|list\[.*\]|function-.*|nullable\[.*\]|constrained-.*")
 # in a request's scope: the slug of its error, for metrics and the log
 SLUG = "undertow.problem"
+# and the media type of its document, if it is not MEDIA_TYPE
+PROBLEM_MEDIA = "undertow.problem_media"
 CLOSE = {"Connection": "close"}
 
 TITLES = {
@@ -56,6 +58,7 @@ TITLES = {
     422: "Bad input",
     429: "Too many",
     500: "Internal error",
+    501: "Not implemented",
     503: "Unavailable",
 }
 
@@ -92,7 +95,10 @@ class Problem(HTTPException):
 
     @property
     def response(self) -> Response:
-        return Response(orjson.dumps(self.document), self.status_code, self.headers, MEDIA_TYPE)
+        return self.response_as(MEDIA_TYPE)
+
+    def response_as(self, media_type: str) -> Response:
+        return Response(orjson.dumps(self.document), self.status_code, self.headers, media_type)
 
 
 def bad_field(field: str, detail: str) -> Problem:

@@ -20,7 +20,7 @@ from undertow.serving.auth.principal import Principal
 from undertow.serving.http.middleware.fair_turns import FairTurns
 from undertow.serving.http.middleware.guard import Guard
 from undertow.serving.http.middleware.load_limits import LoadLimits
-from undertow.serving.http.problems import SLUG, problem_of
+from undertow.serving.http.problems import MEDIA_TYPE, PROBLEM_MEDIA, SLUG, problem_of
 from undertow.serving.telemetry.logs import log_failure
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,8 @@ class Front:
                 scope[SLUG] = problem.slug
                 if problem.status_code in REFUSED:
                     await self._turns.refusal()
-                await problem.response(scope, receive, answer)
+                media = scope.get(PROBLEM_MEDIA, MEDIA_TYPE)
+                await problem.response_as(media)(scope, receive, answer)
             # its frames have what has the error: they would live on until the collector stops the loop
             error.__traceback__ = None
 

@@ -79,9 +79,9 @@ class OpenGuard:
 
 
 def key_text(headers: Headers) -> str | None:
-    """The key in a request's headers, if any."""
+    """The key in a request's headers, if any. mem0's client says Token where others say Bearer."""
     scheme, _, text = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and text.strip():
+    if scheme.lower() in ("bearer", "token") and text.strip():
         return text.strip()
     return headers.get("x-api-key")
 

@@ -1,0 +1,97 @@
+"""mem0's routes, as plain ASGI between the front and the application.
+
+They pass the front, which authenticates; what a request becomes passes the service's own routes, which hold
+its scope, its shares, its turn and its bounds. So nothing is decided here, and all else passes through.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from undertow.serving.http.mem0 import methods
+from undertow.serving.http.mem0.call import Call
+from undertow.serving.http.problems import PROBLEM_MEDIA, Problem
+
+JSON = "application/json"
+
+
+class Mem0Route:
+    """One route. `path`: as metrics and the request log name it."""
+
+    def __init__(self, verb: str, path: str, serve: Callable[[Call], Awaitable[Any]] | str) -> None:
+        """`serve`: a text says why there is no such thing, and what to use instead."""
+        self.verb = verb
+        self.path = path
+        self.serve = serve
+        self.pattern = re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path.replace("*", ".*")))
+
+
+ROUTES = (
+    Mem0Route("GET", "/v1/ping/", methods.ping),
+    Mem0Route("POST", "/v3/memories/add/", methods.add),
+    Mem0Route("POST", "/v3/memories/search/", methods.search),
+    Mem0Route("POST", "/v3/memories/", methods.get_all),
+    Mem0Route("DELETE", "/v1/memories/", methods.delete_all),
+    Mem0Route("GET", "/v1/memories/{id}/", methods.get),
+    Mem0Route("PUT", "/v1/memories/{id}/", methods.update),
+    Mem0Route("DELETE", "/v1/memories/{id}/", methods.delete),
+    Mem0Route("GET", "/v1/memories/{id}/history/", methods.history),
+    Mem0Route("PUT", "/v1/batch/", methods.batch_update),
+    Mem0Route("DELETE", "/v1/batch/", methods.batch_delete),
+    Mem0Route("GET", "/v1/entities/", methods.users),
+    Mem0Route("DELETE", "/v2/entities/{type}/{name}/", methods.delete_user),
+    Mem0Route(
+        "", "/v1/exports/*", "Undertow has no exports by a schema. GET /v1/tenants/TENANT/export has all."
+    ),
+    Mem0Route(
+        "", "/v1/summary/", "Undertow has no summaries. POST /v1/tenants/TENANT/answer answers questions."
+    ),
+    Mem0Route("", "/v2/profiles/*", "Undertow has no profiles. Search finds a user's episodes and facts."),
+    Mem0Route(
+        "", "/v2/entities/*/profile/", "Undertow has no profiles. Search finds a user's episodes and facts."
+    ),
+    Mem0Route(
+        "", "/v1/feedback/", "Undertow has no feedback on single memories. Reword or delete what is wrong."
+    ),
+    Mem0Route("", "/api/v1/webhooks/*", "Undertow has no webhooks. GET /v1/tenants/TENANT/memories lists."),
+    Mem0Route(
+        "",
+        "/api/v1/orgs/*",
+        "Undertow has no projects and members. A key's tenants and scopes say who may what.",
+    ),
+    Mem0Route("", "/v1/event*", "Undertow has no events. What is added is found when the response arrives."),
+)
+
+
+class Mem0Face:
+    """ASGI middleware inside the front."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Problem, or an engine's error, which the front tells."""
+        if scope["type"] != "http" or (found := _found(scope)) is None:
+            await self._app(scope, receive, send)
+            return
+        route, params = found
+        # its client reads the detail of this type alone
+        scope.update({"route": route, PROBLEM_MEDIA: JSON})
+        if isinstance(route.serve, str):
+            raise Problem(501, "no-such-feature", route.serve)
+        written = orjson.dumps(await route.serve(Call(self._app, scope, receive, params)))
+        headers = [(b"content-type", JSON.encode()), (b"content-length", str(len(written)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": written})
+
+
+def _found(scope: Scope) -> tuple[Mem0Route, dict[str, str]] | None:
+    for route in ROUTES:
+        if route.verb in ("", scope["method"]) and (found := route.pattern.fullmatch(scope["path"])):
+            return route, found.groupdict()
+    return None
