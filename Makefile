@@ -149,6 +149,9 @@ $(SETUP): pyproject.toml constraints.txt
 	$(call say,installing packages: 2 GB on disk)
 	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]' | $(PROGRESS) \
 		|| $(call hint,$(NO_INSTALL))
+	@# it asks for protobuf<7, which its client does without
+	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt --no-deps mem0ai | $(PROGRESS) \
+		|| $(call hint,$(NO_INSTALL))
 	$(call say,compiling them on all cores: a process starts in half the time)
 	@$(VENV)/bin/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@

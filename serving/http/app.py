@@ -15,13 +15,13 @@ from starlette.routing import Match
 
 from undertow.serving.http.jobs.actions import works
 from undertow.serving.http.mcp_endpoint import mcp_mounted
-from undertow.serving.http.mem0.face import Mem0Face
 from undertow.serving.http.middleware.front import Front
 from undertow.serving.http.middleware.request_observer import RequestObserver
 from undertow.serving.http.openapi import TITLE, describe
 from undertow.serving.http.problems import SLUG, problem_of
 from undertow.serving.http.routes import add, admin, health, memories, search_and_answer, tenants
 from undertow.serving.http.routes.access import GuardedRoute
+from undertow.serving.http.routes.mem0.face import Mem0Face
 from undertow.serving.http.service import Service
 from undertow.serving.telemetry.tracing import Tracing
 

@@ -13,9 +13,9 @@ from typing import Any
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from undertow.serving.http.mem0 import methods
-from undertow.serving.http.mem0.call import Call
 from undertow.serving.http.problems import PROBLEM_MEDIA, Problem
+from undertow.serving.http.routes.mem0 import methods
+from undertow.serving.http.routes.mem0.call import Call
 
 JSON = "application/json"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
@@ -33,7 +33,7 @@ class Call:
         self._receive = receive
         self._large = False
         self.params = {name: decoded(name, text) for name, text in params.items()}
-        self.query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
+        self.query = _query(scope["query_string"])
         self.service: Service = scope["app"].state.service
 
     async def body(self) -> dict[str, Any]:
@@ -45,8 +45,7 @@ class Call:
             raw = await read_all(bounded(self._receive, Headers(scope=self._scope), *limits))
         self._large = len(raw) > LARGE_BODY_BYTES
         try:
-            aside = self.service.turns.aside
-            body = await aside(key_id, orjson.loads, raw) if self._large else orjson.loads(raw)
+            body = await self._run(orjson.loads, raw, large=self._large)
         except orjson.JSONDecodeError as error:
             raise bad_field("body", f"is no JSON, at character {error.pos}") from None
         if not isinstance(body, dict):
@@ -66,11 +65,7 @@ class Call:
         self, method: str, path: str, body: Any = None, mark: str = "", query: Mapping[str, Any] | None = None
     ) -> Any:
         """What the route at a path returns."""
-        raw = b""
-        if body is not None:
-            aside = self.service.turns.aside
-            key_id = sender_of(self._scope).key_id
-            raw = await aside(key_id, orjson.dumps, body) if self._large else orjson.dumps(body)
+        raw = b"" if body is None else await self._run(orjson.dumps, body, large=self._large)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
         if (key := Headers(scope=self._scope).get(KEY_HEADER)) is not None:
             headers.append((KEY_HEADER.encode(), f"{key}{mark}".encode("latin-1")))
@@ -89,8 +84,15 @@ class Call:
         finally:  # the request log names the tenant
             self._scope[TENANT] = inner.get(TENANT)
         if response.status < 300:
-            return orjson.loads(response.body)
+            large = len(response.body) > LARGE_BODY_BYTES
+            return await self._run(orjson.loads, response.body, large=large)
         raise _problem(response)
+
+    async def _run(self, run: Callable[[Any], Any], what: Any, *, large: bool) -> Any:
+        """On a thread, if it would hold the event loop."""
+        if not large:
+            return run(what)
+        return await self.service.turns.aside(sender_of(self._scope).key_id, run, what)
 
 
 def checked(given: Mapping[str, Any], known: set[str], rules: Rules) -> None:
@@ -102,6 +104,18 @@ def checked(given: Mapping[str, Any], known: set[str], rules: Rules) -> None:
                 raise bad_field(name, words)
         elif name not in known and value is not None:
             raise bad_field(name, "is no field here. Leave it out; docs/mem0.md lists what is understood.")
+
+
+def _query(text: bytes) -> dict[str, str]:
+    """The parameters of a query string. Problem 422: nobody could tell which memories are meant."""
+    try:
+        pairs = parse_qsl(text.decode("ascii"), keep_blank_values=True, errors="strict")
+    except UnicodeDecodeError:
+        raise bad_field("query", "is no percent-encoded UTF-8. Percent-encode its UTF-8.") from None
+    query = dict(pairs)
+    if len(query) < len(pairs):
+        raise bad_field("query", "holds a parameter twice. Give each once.")
+    return query
 
 
 def _problem(response: Response) -> Problem:

@@ -8,8 +8,9 @@ from urllib.parse import quote, urlencode
 
 from undertow.engine.base.model import UnknownMemory
 from undertow.engine.tenants.registry import UnknownTenant
-from undertow.serving.http.mem0.call import Call, Rules, checked
-from undertow.serving.http.mem0.entities import (
+from undertow.serving.http.problems import Problem, bad_field, problem_of
+from undertow.serving.http.routes.mem0.call import Call, Rules, checked
+from undertow.serving.http.routes.mem0.entities import (
     ENTITIES,
     NO_ENTITY,
     Selection,
@@ -18,7 +19,6 @@ from undertow.serving.http.mem0.entities import (
     parted,
     tenant_of,
 )
-from undertow.serving.http.problems import Problem, bad_field, problem_of
 
 # a list is walked from its start, as ours has cursors and no pages
 MOST_LISTED = 10_000
@@ -65,6 +65,7 @@ async def ping(call: Call) -> Any:
 
 
 async def add(call: Call) -> Any:
+    """Add messages, as turns of the tenant."""
     body = await call.body()
     checked(body, {"messages", "filters", "metadata", "timestamp", *ENTITIES}, ADD)
     selection = Selection.of(body.get("filters") or {})
@@ -98,6 +99,7 @@ async def add(call: Call) -> Any:
 
 
 async def search(call: Call) -> Any:
+    """The nearest memories; those that are turns with their metadata."""
     body = await call.body()
     checked(body, {"query", "filters", "metadata", "top_k", "threshold"}, SEARCH)
     tenant, where = _selected(body)
@@ -127,12 +129,15 @@ async def search(call: Call) -> Any:
 
 
 async def get_all(call: Call) -> Any:
+    """A page of the memories, in creation order."""
     body = await call.body()
     checked(body, {"filters", "metadata", "start_date", "end_date"}, LIST)
     checked(call.query, {"page", "page_size"}, {})
     tenant, where = _selected(body)
     page, size = _number(call, "page", 1), _number(call, "page_size", PAGE_SIZE)
-    start, end = (page - 1) * size, page * size
+    start, end, most = (page - 1) * size, page * size, call.service.settings.max_page
+    if size > most:
+        raise bad_field("page_size", f"is {size}; ask for at most {most:,}.")
     if end > MOST_LISTED:
         raise bad_field("page", f"ends beyond {MOST_LISTED:,} memories. The tenant's own route lists all.")
     query: dict[str, Any] = {f"filter.{key}": _texts(value) for key, value in where.items()}
@@ -151,6 +156,7 @@ async def get_all(call: Call) -> Any:
 
 
 async def get(call: Call) -> Any:
+    """One memory."""
     tenant, memory_id = parted(call.params["id"])
     return _shown(tenant, await call.ask("GET", tenant, f"/memories/{quote(memory_id, safe='')}"))
 
@@ -171,15 +177,19 @@ async def history(call: Call) -> Any:
 
 
 async def update(call: Call) -> Any:
+    """Reword one memory."""
     return await _updated(call, call.params["id"], await call.body())
 
 
 async def delete(call: Call) -> Any:
+    """Delete one memory."""
     checked(call.query, set(), DELETE)
     return await _deleted(call, call.params["id"])
 
 
 async def batch_update(call: Call) -> Any:
+    """Reword several memories."""
+
     async def change(item: Mapping[str, Any], mark: str) -> Any:
         text = {name: value for name, value in item.items() if name != "memory_id"}
         return await _updated(call, item.get("memory_id"), text, mark)
@@ -188,6 +198,8 @@ async def batch_update(call: Call) -> Any:
 
 
 async def batch_delete(call: Call) -> Any:
+    """Delete several memories."""
+
     async def remove(item: Mapping[str, Any], mark: str) -> Any:
         checked(item, {"memory_id"}, {})
         return await _deleted(call, item.get("memory_id"), mark)
@@ -196,6 +208,7 @@ async def batch_delete(call: Call) -> Any:
 
 
 async def delete_all(call: Call) -> Any:
+    """Delete all memories of one entity."""
     checked(call.query, set(ENTITIES), DELETE_ALL)
     given = [name for name in ENTITIES if name in call.query]
     if not given:
@@ -210,6 +223,7 @@ async def delete_all(call: Call) -> Any:
 
 
 async def users(call: Call) -> Any:
+    """The tenants that the key covers, as entities."""
     names: list[str] = []
     after = ""
     while True:
@@ -224,6 +238,7 @@ async def users(call: Call) -> Any:
 
 
 async def delete_user(call: Call) -> Any:
+    """Erase one entity, with a certificate."""
     kind = f"{call.params['type']}_id"
     if kind not in ENTITIES:
         raise Problem(404, "unknown-entity", "The types of entities are user, agent, app and run.")
@@ -291,8 +306,8 @@ async def _walked(call: Call, tenant: str, query: Mapping[str, Any]) -> AsyncIte
 def _shown(tenant: str, memory: Mapping[str, Any]) -> dict[str, Any]:
     """A memory of ours as one of mem0's."""
     metadata = dict(memory.get("metadata") or {})
-    others = {name: metadata.pop(name, None) for name in ENTITIES[1:]}
     kind, name = entity_of(tenant)
+    others = {other: metadata.pop(other, None) for other in ENTITIES[1:] if other != f"{kind}_id"}
     return {
         "id": opaque(tenant, memory["id"]),
         "memory": memory["memory"],
