@@ -406,6 +406,7 @@ VALUES = st.recursive(
     ),
     max_leaves=8,
 )
+NAMES = st.text(min_size=1).filter(lambda text: "\x00" not in text)
 FIELDS = ("messages", "filters", "metadata", "user_id", "agent_id", "query", "top_k", "timestamp", "memories")
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4) | VALUES
 PATHS = ("/v3/memories/add/", "/v3/memories/search/", "/v3/memories/", "/v1/batch/", "/v1/memories/YQ.m/")
@@ -439,7 +440,7 @@ def test_large_bodies_are_taken(clients: Clients) -> None:
     assert client.get(added(client, words, user_id="large"))["memory"] == f"user: {words}"
 
 
-@given(tenant=st.text(min_size=1).filter(lambda text: "\x00" not in text), memory=st.text("abc.", min_size=1))
+@given(tenant=NAMES | st.sampled_from(["agent:", "run:x", "a:b"]), memory=st.text("abc.", min_size=1))
 def test_ids_and_names_come_back(tenant: str, memory: str) -> None:
     assert parted(opaque(tenant, memory)) == (tenant, memory)
     kind, name = entity_of(tenant)

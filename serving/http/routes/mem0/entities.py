@@ -26,7 +26,7 @@ def tenant_of(entity: str, name: Any) -> str:
     if entity != "user_id":
         return f"{entity.removesuffix('_id')}:{name}"
     for prefix, other in PREFIXES.items():
-        if name.startswith(prefix):
+        if name.startswith(prefix) and name != prefix:
             raise bad_field(entity, f"begins with {prefix}, as tenants of others do here. Give {other}.")
     return name
 
