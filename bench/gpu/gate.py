@@ -72,8 +72,10 @@ def _with_codes(part: Part, rig: Rig, scale: Scale, limits: Limits) -> None:
     for each, theta in ((1, _LOW_THETA), *((each, THETA) for each in scale.queries)):
         times = _time(rig, world, gate, each, scale.repeats, theta)
         key = "gate_int8" + ("_hits" if theta == _LOW_THETA else f"_{each}" if each > 1 else "")
-        what, note = f"gate kernels with int8 codes, {each} queries a tenant", _hits(times)
-        part.figures.append(Figure(key, what, "ms", times["kernels"]["p50_ms"], limit=least_ms, note=note))
+        what = f"gate kernels with int8 codes, queries a tenant: {each}"
+        value = times["kernels"]["p50_ms"]
+        part.figures.append(Figure(key, what, "ms", value, limit=least_ms, note=_hits(times)))
+        part.details[key] = times
 
 
 def _time(
