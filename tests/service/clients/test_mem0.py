@@ -157,6 +157,10 @@ def test_a_life_with_every_method_that_works(clients: Clients, kind: str) -> Non
     client.delete(second)
     added(client, "again", user_id=ann)
     assert client.delete_all(user_id=ann) == {"message": "Memories deleted successfully!"}
+    for headers in ({}, {"Idempotency-Key": "nobody"}):
+        told = client.client.delete("/v1/memories/", params={"user_id": "nobody"}, headers=headers)
+        assert told.json() == {"message": "There were no memories to delete."}
+    assert "its MemoryClient" in client.client.post("/search", json={}).json()["detail"]
     assert client.get_all(filters={"user_id": ann})["results"] == []
     added(client, "once more", user_id=ann)
     added(client, "another", user_id=f"{lot}bob")
@@ -267,6 +271,7 @@ ADD, FIND, CHANGE = {"user_id": "ref"}, {"filters": {"user_id": "ref"}}, {"text"
         ("add", {"user_id": 5}, "must be text"),
         ("add", {**ADD, "filters": {"user_id": "other"}}, "one at a time"),
         ("search", {"filters": {"user_id": "*"}}, "wildcard"),
+        ("get_all", {"filters": {"user_id": "ref", "agent_id": {"in": []}}}, "Name one at least"),
         ("search", {"filters": {"OR": [{"user_id": "ref"}]}}, "filters.OR: is not supported"),
         ("search", {"filters": {"NOT": {"user_id": "ref"}}}, "filters.NOT: is not supported"),
         ("search", {"filters": {"user_id": {"in": ["a", "b"]}}}, "one at a time"),

@@ -120,6 +120,8 @@ def _conditions(filters: Any) -> Iterator[tuple[str, str, Any]]:
 def _accepted(key: str, value: Any) -> Any:
     if isinstance(value, Mapping) and set(value) == {"in"} and isinstance(value["in"], list):
         value = value["in"]
+        if not value:
+            raise bad_field(f"filters.{key}", "accepts no value, so nothing could pass. Name one at least.")
     if any(not isinstance(one, str | int | float) for one in (value if isinstance(value, list) else [value])):
         raise bad_field(
             f"filters.{key}", "this operator is not supported. Give a value to equal, or {'in': [...]}."

@@ -64,6 +64,10 @@ ROUTES = (
         "/api/v1/orgs/*",
         "Undertow has no projects and members. A key's tenants and scopes say who may what.",
     ),
+    *(
+        Mem0Route("", path, "The routes of mem0's own server are not served. Use its MemoryClient.")
+        for path in ("/memories", "/memories/*", "/search", "/reset", "/configure*", "/entities*")
+    ),
     Mem0Route("", "/v1/event*", "Undertow has no events. What is added is found when the response arrives."),
 )
 

@@ -103,7 +103,8 @@ async def search(call: Call) -> Any:
     body = await call.body()
     checked(body, {"query", "filters", "metadata", "top_k", "threshold"}, SEARCH)
     tenant, where = _selected(body)
-    top_k = TOP_K if body.get("top_k") is None else body["top_k"]
+    default = min(TOP_K, call.service.settings.max_top_k)
+    top_k = default if body.get("top_k") is None else body["top_k"]
     if isinstance(top_k, int) and top_k > MOST_HITS:
         raise bad_field("top_k", f"is {top_k}; ask for at most {MOST_HITS} here.")
     asked = {
@@ -217,7 +218,9 @@ async def delete_all(call: Call) -> Any:
         raise bad_field(given[1], "all memories of one entity are deleted here. Name one entity.")
     try:
         await call.ask("DELETE", tenant_of(given[0], call.query[given[0]]), "/memories")
-    except UnknownTenant:
+    except (UnknownTenant, Problem) as none:  # a Problem under an Idempotency-Key
+        if problem_of(none).slug != "unknown-tenant":
+            raise
         return {"message": "There were no memories to delete."}
     return {"message": "Memories deleted successfully!"}
 
@@ -283,9 +286,7 @@ async def _each(call: Call, act: Callable[[Mapping[str, Any], str], Awaitable[An
         except Exception as error:
             why = problem_of(error)
             detail = f"memories[{n}]: {why.detail} {n} of {len(items)} were {done} before it."
-            raise Problem(
-                why.status_code, why.slug, detail, errors=why.errors, headers=why.headers
-            ) from error
+            raise Problem(why.status_code, why.slug, detail, errors=why.errors, headers=why.headers) from None
     return {"message": f"Successfully {done} {len(results)} memories", "results": results}
 
 
