@@ -286,7 +286,9 @@ async def _each(call: Call, act: Callable[[Mapping[str, Any], str], Awaitable[An
         except Exception as error:
             why = problem_of(error)
             detail = f"memories[{n}]: {why.detail} {n} of {len(items)} were {done} before it."
-            raise Problem(why.status_code, why.slug, detail, errors=why.errors, headers=why.headers) from None
+            raise Problem(
+                why.status_code, why.slug, detail, errors=why.errors, headers=why.headers
+            ) from error
     return {"message": f"Successfully {done} {len(results)} memories", "results": results}
 
 
