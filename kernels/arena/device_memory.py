@@ -149,6 +149,7 @@ class DeviceMemory:
 
     def give(self, slab: Range) -> None:
         """Zero a slab and free it."""
+        self.settle()  # rows of a failed move may still be due in it
         self._clear(slab.start, slab.end)
         self._ranges.give(slab)
 
@@ -156,9 +157,8 @@ class DeviceMemory:
         """Settle, and compact the slabs if that makes room for `rows` rows. Returns whether any changed."""
         settled = self.settle()
         size = class_rows(rows) if rows else 0
-        if self._ranges.free < size or self._ranges.free == self._ranges.largest_free:
-            return settled
-        if rows and self._ranges.largest_free >= size:
+        free, together = self._ranges.free, self._ranges.largest_free
+        if free < size or free == together or 0 < size <= together:
             return settled
         first, sources = self._ranges.pack()
         end = first + len(sources)

@@ -115,6 +115,7 @@ class SlabTable:
 
     def _place(self, owners: Int64s) -> Int64s:
         """The row number of each new row, after making room for all of them. MemoryError."""
+        self._memory.settle()  # what an earlier call failed to move, before anything moves twice
         if len(owners) == 0:
             return np.zeros(0, np.int64)
         if len(owners) == 1:
@@ -122,7 +123,7 @@ class SlabTable:
             length = int(self._length[slot])
             if length >= self._capacity[slot]:
                 self._move(slot, length + 1)
-            self._memory.settle()
+                self._memory.settle()
             return np.array([length])
         order = np.argsort(owners, kind="stable")
         slots, starts, counts = np.unique(owners[order], return_index=True, return_counts=True)

@@ -233,8 +233,9 @@ class CudaGate(PlannedGate):
         )
         next_task = torch.zeros(1, dtype=torch.int64, device=self._device)
         at, starts = cell_counts.data_ptr(), counted.data_ptr()
-        codes = codes_of(probes.queries[:, : self.arena.dim]) if self._coded else None
-        coded = (0, 0, 0) if codes is None else (*(self.arena.code_places or ()), codes.data_ptr())
+        places = self.arena.code_places
+        codes = [] if places is None else [codes_of(probes.queries[:, : self.arena.dim])]
+        coded = (0, 0, 0) if places is None else (*places, codes[0].data_ptr())
         slack = CODE_SLACK if self._coded else tensor_core_slack(self.arena.dim)
         sizes = (count, len(plan.group_rows), int(plan.group_task[-1]), slack)
         return PreparedLaunch(
@@ -257,7 +258,7 @@ class CudaGate(PlannedGate):
             counted,
             rows,
             scores,
-            (table, cell_counts, cell_scores, cell_rows, next_task, *([] if codes is None else [codes])),
+            (table, cell_counts, cell_scores, cell_rows, next_task, *codes),
             int(plan.group_rows.sum()) * scored_bytes(self.arena.dim, self._coded),
         )
 
