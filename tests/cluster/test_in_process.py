@@ -166,6 +166,7 @@ def test_a_panic_costs_one_call_and_nothing_is_lost(store: Path) -> None:
         with pytest.raises(EnginePanic):
             router.search("ann", "badger came", k_sub=1)
         assert "a badger came by" in router.search("ann", "badger came", k_sub=1).turns[0].memory
+        assert router.drain(), "an episode of the earlier turns is embedded after them"
         encoder.left = 1_000
         (receipt,) = router.add_batch([turn_of("ann", 4, "a badger each time")])
         assert receipt.parked is not None
