@@ -111,7 +111,10 @@ def adding_and_searching(api: MemoryApi, tenant: str, turns: list[Turn]) -> Any:
     early = api.search(tenant, QUERY, k_sub=50, k_epi=0, k_sem=0, until="2026-03-01T05:00:00")
     assert len(early.turns) == 6
     assert not early.episodes
-    return receipts, plain(found), plain(early)
+    explained = api.search(tenant, QUERY, until="2026-03-01T05:00:00", explain=True).explanation
+    assert explained is not None
+    assert {reason for _, reason in explained.left_out} >= {"time"}
+    return receipts, plain(found), plain(early), explained
 
 
 def filtering_by_metadata(api: MemoryApi, tenant: str, turns: list[Turn]) -> Any:

@@ -34,6 +34,7 @@ from undertow.engine.llm.client import LLMClient
 from undertow.engine.policies.base import Learns, PromptBudget, Tiers
 from undertow.engine.policies.registry import Policies
 from undertow.engine.search.companions import as_words, with_companions
+from undertow.engine.search.explain import explained
 from undertow.engine.search.metadata_index import Where
 from undertow.engine.search.packing import as_told, packed
 from undertow.engine.search.ranking import (
@@ -139,13 +140,21 @@ class SearchCalls(ABC):
             if count < 0:
                 raise ValueError(f"{name} is {count}. Give 0 or more, or leave it out.")
         tiers = replace(self._tiers_of(query.tenant), consolidated=True, **given)
-        return self._rank(query.tenant, query.text, tiers, window, Where.of(query.where))
+        where = Where.of(query.where)
+        return self._rank(query.tenant, query.text, tiers, window, where, explain=query.explain)
 
     def _whole(self, tenant: str, ranked: Ranked) -> SearchResult:
         return ranked.result(turn_hits(self._tenant(tenant), ranked.turns))
 
     def _rank(
-        self, tenant: str, text: str, tiers: Tiers, window: Window = ANY_TIME, where: Where = EVERYWHERE
+        self,
+        tenant: str,
+        text: str,
+        tiers: Tiers,
+        window: Window = ANY_TIME,
+        where: Where = EVERYWHERE,
+        *,
+        explain: bool = False,
     ) -> Ranked:
         of = self._tenant(tenant)
         if not text.strip():
@@ -155,7 +164,7 @@ class SearchCalls(ABC):
         hybrid = self.settings.search == "hybrid"
         telling = self.ranker.telling_words(of, text) if hybrid else None
         counts: dict[str, Any] = {"k_sub": tiers.k_sub, "k_epi": tiers.k_epi, "k_sem": tiers.k_sem}
-        narrowed: dict[str, Any] = {"window": window, "where": where, "consolidated": tiers.consolidated}
+        filters: dict[str, Any] = {"window": window, "where": where}
         outage = None
         try:
             with self.trace.span("encode_query", texts=1 if telling is None else 2):
@@ -168,13 +177,17 @@ class SearchCalls(ABC):
             outage, vector = down, np.zeros(self.journal.info.dim, np.float16)
         with self.trace.span("rank", asks=1):
             words = text if hybrid else ""
-            ranked = self.ranker.rank(of, vector, **counts, **narrowed, words=words)
-        if outage is None:
+            ranked = self.ranker.rank(
+                of, vector, **counts, **filters, words=words, consolidated=tiers.consolidated
+            )
+        if outage is not None:
+            ranked = ranked.by_words()
+            if not (ranked.turns or ranked.episodes or ranked.facts):
+                raise outage  # it may be there in other words
+        if not explain:
             return ranked
-        found = ranked.by_words()
-        if not (found.turns or found.episodes or found.facts):
-            raise outage  # it may be there in other words
-        return found
+        with self.trace.span("explain"):
+            return explained(self.ranker, of, vector, ranked, words=words, telling=telling, **filters)
 
     def recall(self, tenant: str, question: str, rerank: Rerank | None = None) -> SearchResult:
         """The memories that an answer is given, see policies.base.Tiers, in the order of a rerank if any."""

@@ -60,14 +60,16 @@ class MemoryApi(ABC):
         since: str | None = None,
         until: str | None = None,
         where: Mapping[str, Any] | None = None,
+        explain: bool = False,
     ) -> SearchResult:
         """The nearest turns (`k_sub`), episodes (`k_epi`) and facts (`k_sem`).
 
         The counts default to the settings, then to the tenant's policy. `since`, `until`: ISO 8601, both
         inclusive; a date alone means the whole day. `where`: only turns whose metadata has this value of a
-        key, or one of a list of values, and episodes and facts that rest on such a turn.
+        key, or one of a list of values, and episodes and facts that rest on such a turn. `explain`: with the
+        parts of each score, and what was left out.
         """
-        return self.call(q.SearchQuery(tenant, query, k_sub, k_epi, k_sem, since, until, where))
+        return self.call(q.SearchQuery(tenant, query, k_sub, k_epi, k_sem, since, until, where, explain))
 
     def answer(
         self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None

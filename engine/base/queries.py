@@ -80,6 +80,7 @@ class SearchQuery(TenantCall[SearchResult]):
     since: str | None = None
     until: str | None = None
     where: Mapping[str, Any] | None = None
+    explain: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from undertow.engine.base.model import BadInput, Usage
@@ -18,6 +18,9 @@ Wording = str | Sequence[Mapping[str, Any]]
 """New words for a memory; for a turn also the messages of one exchange."""
 
 HitKind = Literal["turn", "episode", "fact"]
+
+# Items that an explanation names beside those that were found.
+MAX_LEFT_OUT = 10
 
 OUT_OF_REACH = (
     "caches and logs of the LLM server that has seen the prompts",
@@ -57,6 +60,51 @@ class Hit:
     source_seqs: tuple[int, ...]
 
 
+LeftOutReason = Literal["time", "filters", "count", "top_k", "threshold"]
+"""Why a search left an item out: its time, its metadata, or better ones of its kind (`count`) or of all kinds
+(`top_k`), or too low a score."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreParts:
+    """What a score is made of (kernels/topk/combined_score.py).
+
+    With c = cosine + 0.3 * max(neighbour_cosine - cosine, 0) and w = words + neighbour_words + stretch_words,
+    the score is 1 - (1 - c) * exp(-3 * w).
+    `cosine`: of the vectors of item and query. `neighbour_cosine`: the higher one of the turns right before
+    and after it in its session; None for an episode or a fact, and in a dense search. `words`: its BM25 score
+    as a share of the query's maximum. `neighbour_words`, `stretch_words`: what those two turns, and the best
+    turn of the same stretch of the session, add to it. `matched`: the words of the query that it has;
+    "exercise ~ yoga": a related word in its place.
+    """
+
+    cosine: float
+    neighbour_cosine: float | None = None
+    words: float = 0.0
+    neighbour_words: float = 0.0
+    stretch_words: float = 0.0
+    matched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How a search ranked.
+
+    `search`: hybrid, by cosine and words, or dense, by cosine alone. `telling_words`: the words that weigh
+    more in the query's vector; None: all alike. `turns`: how many the tenant has; `passing`: how many of them
+    pass each filter that was set. `scores`: by id, of what was found and left out. `left_out`: the best of
+    what was not found, best first, each with the reason. It has nothing that no search may find, and may lack
+    turns that an index missed (`turn_recall`).
+    """
+
+    search: Literal["hybrid", "dense"]
+    telling_words: str | None
+    turns: int
+    passing: Mapping[str, int]
+    scores: Mapping[str, ScoreParts]
+    left_out: tuple[tuple[Hit, LeftOutReason], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     """The hits of each tier, nearest first (ties: the older first).
@@ -64,7 +112,7 @@ class SearchResult:
     `turn_recall`: the measured recall of the index that found the turns; 1.0 for an exact search.
     `quoted`: seqs of turns that were not found themselves, but are quoted by episodes that were. `order`: of
     each tier as an answer is given it. `words_only`: the encoder could not be used, so that only what shares
-    words with the query was found.
+    words with the query was found. `explanation`: if it was asked for.
     """
 
     episodes: tuple[Hit, ...]
@@ -74,11 +122,34 @@ class SearchResult:
     quoted: frozenset[int] = frozenset()
     order: Literal["relevance", "time"] = "relevance"
     words_only: bool = False
+    explanation: Explanation | None = None
 
     def ranked(self, k: int | None = None) -> list[Hit]:
         """All tiers as one list, nearest first."""
         hits = sorted((*self.episodes, *self.facts, *self.turns), key=lambda h: -h.score)
         return hits if k is None else hits[:k]
+
+    def explained(self, returned: Sequence[Hit], threshold: float | None = None) -> Report | None:
+        """The explanation as a report, where only some of the hits are returned; None: none was asked for."""
+        if (how := self.explanation) is None:
+            return None
+        kept = {hit.id for hit in returned}
+        left_out = [*how.left_out]
+        for hit in self.ranked():
+            if hit.id not in kept:
+                left_out.append(
+                    (hit, "top_k" if threshold is None or hit.score >= threshold else "threshold")
+                )
+        left_out = sorted(left_out, key=lambda item: -item[0].score)[:MAX_LEFT_OUT]
+        shown = kept | {hit.id for hit, _ in left_out}
+        return {
+            "search": how.search,
+            "telling_words": how.telling_words,
+            "turns": how.turns,
+            "passing": dict(how.passing),
+            "scores": {id_: asdict(parts) for id_, parts in how.scores.items() if id_ in shown},
+            "left_out": [{**asdict(hit), "reason": reason} for hit, reason in left_out],
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,14 @@ class Analyzer(dict[str, int]):
         """The terms of a text, in order, with repeats."""
         return [term for word in _words(text.lower()) if (term := self[word]) != _NO_TERM]
 
+    def by_term(self, text: str) -> dict[int, str]:
+        """Of each term of a text the first word, in lower case."""
+        found: dict[int, str] = {}
+        for word in _words(text.lower()):
+            if (term := self[word]) != _NO_TERM:
+                found.setdefault(term, word)
+        return found
+
     def without(self, text: str, left_out: Container[int]) -> str:
         """The words of a text that are terms, but for those left out, as they are written."""
         kept = (w for w in _WORDS.findall(text) if (t := self[w.lower()]) != _NO_TERM and t not in left_out)

@@ -6,9 +6,9 @@ Each tenant has its own index, so that no tenant's texts affect another's scores
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -49,17 +49,14 @@ class TurnWords:
         self._places: Places | None = None
         self._deleted = 0
 
-    def shares(self, tenant: Tenant, query: Sequence[int]) -> tuple[Float64s, Int64s]:
-        """float64 [rows]: the score of each turn (Bm25.scores) in the context of its session.
-
-        Returns also the rows before and after each, see `Places`.
-        """
+    def shares(self, tenant: Tenant, query: Sequence[int]) -> TurnShares:
+        """The score of each turn, alone and in the context of its session."""
         self.follow(tenant)
         session = np.frombuffer(self._session, np.int32)
         own = self._index.scores(query, len(session), related)
         if self._places is None:
             self._places = places(session)
-        return in_context(own, self._places), self._places.beside
+        return TurnShares(own, in_context(own, self._places), self._places.beside)
 
     def telling(self, tenant: Tenant, query: str) -> str | None:
         """The words of a query that tell turns apart; None if all of its words do, or none.
@@ -99,12 +96,26 @@ class TurnWords:
             self._session.append(_NONE)
             return
         turn = orjson.loads(payload)
-        text = spoken_in(turn)
-        if (timestamp := turn.get("timestamp")) is not None:
-            text = f"{text}\n{day_in_words(timestamp)}"
-        self._index.put(row, terms.of(text))
+        self._index.put(row, terms.of(indexed_text(turn)))
         number = self._session_numbers.setdefault(turn["session"], len(self._session_numbers))
         self._session.append(number)
+
+
+def indexed_text(turn: Mapping[str, Any]) -> str:
+    """The words of a turn (its payload, decoded) that a search can find it by."""
+    text, timestamp = spoken_in(turn), turn.get("timestamp")
+    return text if timestamp is None else f"{text}\n{day_in_words(timestamp)}"
+
+
+class TurnShares(NamedTuple):
+    """Scores of turns by arena row, float64 [rows]: by their `own` words (Bm25.scores), and `in_context`.
+
+    `beside`: see `Places`.
+    """
+
+    own: Float64s
+    in_context: Float64s
+    beside: Int64s
 
 
 class Places(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.engine.base.model import AnswerStyle, Memory, time_key
-from undertow.engine.base.results import Hit, SearchResult
+from undertow.engine.base.results import Explanation, Hit, SearchResult
 from undertow.engine.base.timestamps import in_words
 from undertow.engine.policies.base import PromptBudget, PromptTooLong
 from undertow.engine.search.analyzer import Analyzer
 from undertow.engine.search.keyword_index import SLICE_ROWS, Int64s, KeywordIndex
 from undertow.engine.search.metadata_index import MetadataIndex, Where
+from undertow.engine.search.score_parts import PartsOfScores
 from undertow.engine.search.time_index import TimeIndex
 from undertow.engine.storage.row_codec import turn_id
 from undertow.engine.tenants.tenant import Tenant
@@ -91,17 +92,24 @@ class Ranked:
     turns: Sequence[tuple[float, int]]
     turn_recall: float
     words_only: bool = False
+    explanation: Explanation | None = None
 
     def result(self, turns: Sequence[Hit]) -> SearchResult:
         """With the hits of its turns, once they are read."""
         return SearchResult(
-            self.episodes, self.facts, tuple(turns), self.turn_recall, words_only=self.words_only
+            self.episodes,
+            self.facts,
+            tuple(turns),
+            self.turn_recall,
+            words_only=self.words_only,
+            explanation=self.explanation,
         )
 
     def by_words(self) -> Ranked:
         """What was found by words alone: under a query vector of zeros it is what has a score at all."""
         episodes, facts = (tuple(h for h in hits if h.score > 0) for hits in (self.episodes, self.facts))
-        return Ranked(episodes, facts, [found for found in self.turns if found[0] > 0], 1.0, words_only=True)
+        turns = [found for found in self.turns if found[0] > 0]
+        return replace(self, episodes=episodes, facts=facts, turns=turns, turn_recall=1.0, words_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +186,11 @@ class Ranker:
         index = self._keyword_index_of(tenant)
         index.end_slices()
         return index.turns.telling(tenant, text)
+
+    def parts_of_scores(self, tenant: Tenant, query: NDArray[np.float16], words: str) -> PartsOfScores:
+        """What the scores of `rank` are made of, for the same query and words."""
+        index, words = self._keyword_index_of(tenant), words if self.by_words(tenant) else ""
+        return PartsOfScores(self._arena, self._gate, tenant, index, query.reshape(1, -1), words)
 
     def is_quick(self, tenant: Tenant, *, filters: bool) -> bool:
         """Whether a search takes some milliseconds at most, once it `is_ready`."""
@@ -261,7 +274,7 @@ class Ranker:
             allowed = kept if allowed is None else allowed & kept
         shares = beside = None
         if query.terms:
-            shares, beside = self._keyword_index_of(tenant).turns.shares(tenant, query.terms)
+            _, shares, beside = self._keyword_index_of(tenant).turns.shares(tenant, query.terms)
         best = self._best(tenant.turns_segment, query, k, allowed, shares, index, beside)
         return [(score, tenant.seq_by_row[row]) for score, row in best]
 
@@ -373,7 +386,7 @@ def _is_whole(tenant: Tenant, memory: Memory) -> bool:
     )
 
 
-def rests_on(tenant: Tenant, memory: Memory, passing: Rows | None) -> bool:
+def rests_on(tenant: Tenant, memory: Memory | Hit, passing: Rows | None) -> bool:
     """Whether one of the memory's source turns passes; None: all turns pass."""
     return passing is None or any(passing[tenant.row_by_seq[seq]] for seq in memory.source_seqs)
 

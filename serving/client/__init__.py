@@ -41,9 +41,11 @@ from undertow.serving.client.results import AddedItem as AddedItem
 from undertow.serving.client.results import Answer as Answer
 from undertow.serving.client.results import Certificate as Certificate
 from undertow.serving.client.results import Changed as Changed
+from undertow.serving.client.results import Explanation as Explanation
 from undertow.serving.client.results import Found as Found
 from undertow.serving.client.results import Hit as Hit
 from undertow.serving.client.results import Job as Job
+from undertow.serving.client.results import LeftOut as LeftOut
 from undertow.serving.client.results import Memory as Memory
 from undertow.serving.client.results import Page as Page
 from undertow.serving.client.results import Policy as Policy

@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from undertow.engine.base.model import AnswerMode as AnswerMode
-from undertow.engine.base.results import HitKind
+from undertow.engine.base.results import HitKind, LeftOutReason
 from undertow.serving.client.errors import UnexpectedAnswer
 
 Kind = HitKind
@@ -80,16 +80,57 @@ class Hit(Model):
     source_seqs: tuple[int, ...]
 
 
+class ScoreParts(Model):
+    """What a score is made of. With c = cosine + 0.3 * max(neighbour_cosine - cosine, 0) and w = words +
+    neighbour_words + stretch_words, it is 1 - (1 - c) * exp(-3 * w).
+
+    `neighbour_cosine`: the higher one of the turns right before and after it. `words`: what its own words
+    give; `neighbour_words`, `stretch_words`: what those turns, and the best one nearby in the session, add.
+    `matched`: the words of the query that it has; "exercise ~ yoga": a related word in its place.
+    """
+
+    cosine: float
+    neighbour_cosine: float | None
+    words: float
+    neighbour_words: float
+    stretch_words: float
+    matched: tuple[str, ...]
+
+
+class LeftOut(Hit):
+    """`reason`: its time or its metadata (filters); better ones of its kind (count) or of all kinds (top_k);
+    too low a score (threshold)."""
+
+    reason: LeftOutReason
+
+
+class Explanation(Model):
+    """How a search ranked: by cosine and words (hybrid), or by cosine alone (dense).
+
+    `telling_words`: the words that weigh more in the query's vector. `turns`: how many the tenant has;
+    `passing`: how many of them pass each filter. `scores`: by id, of the results and of what was left out.
+    `left_out`: the best of what was not returned, best first.
+    """
+
+    search: Literal["hybrid", "dense"]
+    telling_words: str | None
+    turns: int
+    passing: dict[str, int]
+    scores: dict[str, ScoreParts]
+    left_out: tuple[LeftOut, ...]
+
+
 class Found(Model):
     """Nearest first. `recall`: measured, of the index that found the turns; 1.0 for an exact search.
 
     `words_only`: the embedding endpoint could not be used, so that only what shares words with the query was
-    found.
+    found. `explanation`: if it was asked for.
     """
 
     results: tuple[Hit, ...]
     recall: float
     words_only: bool = False
+    explanation: Explanation | None = None
 
 
 class Memory(Model):

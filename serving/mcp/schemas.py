@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from undertow.engine.base.limits import MAX_FILTER_KEYS, MAX_FILTER_VALUES, MAX_QUERY_CHARS
-from undertow.serving.client.results import Added, AnswerMode, Changed, Hit, Kind, Memory
+from undertow.serving.client.results import Added, AnswerMode, Changed, Explanation, Hit, Kind, Memory
 
 TENANT = "tenant"
 UNTRUSTED = (
@@ -86,6 +86,9 @@ class SearchArguments(Arguments):
     since: Moment | None = None
     until: Moment | None = None
     threshold: Annotated[float, Field(ge=-1, le=1, description="The lowest score.")] | None = None
+    explain: Annotated[
+        bool, Field(description="With the parts of each score, and with what was left out and why.")
+    ] = False
 
 
 class ListArguments(Arguments):
@@ -164,6 +167,9 @@ class Quoting(Result):
 
 class Found(Quoting):
     memories: tuple[Hit, ...]
+    explanation: Annotated[Explanation | None, Field(exclude_if=lambda explanation: explanation is None)] = (
+        None
+    )
 
 
 class Listed(Quoting):

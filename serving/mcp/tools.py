@@ -84,7 +84,8 @@ async def add_memory(client: AsyncClient, tenant: str, given: Given) -> schemas.
 async def search_memories(client: AsyncClient, tenant: str, given: Given) -> schemas.Found:
     """Find the memories nearest to a query in meaning and words, best first, each with its score (at most 1).
     Use it before you answer what may depend on earlier conversations."""
-    return schemas.Found(memories=(await client.search(tenant, **given)).results)
+    found = await client.search(tenant, **given)
+    return schemas.Found(memories=found.results, explanation=found.explanation)
 
 
 @tool("List memories", schemas.ListArguments, READS)

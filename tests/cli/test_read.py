@@ -83,6 +83,12 @@ def test_search_by_metadata(tmp_path: Path) -> None:
     assert run("ingest", log, "--store", store, "--llm", "off").code == 0
     search = ("search", "boat", "--tenant", "ada", "--store", store, "--json", "--where")
     assert [hit["source_seqs"] for hit in run(*search, "topic=home", "--where", "n=3").lines] == [[1]]
+    why = run(*search, "topic=home", "--explain").doc
+    assert [hit["reason"] for hit in why["explanation"]["left_out"]] == ["filters", "filters"]
+    assert why["explanation"]["scores"].keys() >= {hit["id"] for hit in why["results"]}
+    table = run(*search[:6], "--explain", "--where", "topic=home")
+    assert "left out by" in table.out and "metadata" in table.out
+    assert "1 of 3 turns pass the filter by metadata" in table.err
     for wrong in ("topic", "=work"):
         done = run(*search, wrong)
         assert (done.code, "KEY=VALUE" in done.err) == (2, True)

@@ -39,7 +39,7 @@ def is_quick_call(engine: Engine, call: ApiCall[Any]) -> bool:
         return is_at_hand(engine, call.tenant)
     if isinstance(call, ListQuery):
         return engine.ranker.is_quick(tenant, filters=True) and engine.is_ready(call)
-    filters = isinstance(call, SearchQuery) and bool(call.where or call.since or call.until)
+    filters = isinstance(call, SearchQuery) and bool(call.where or call.since or call.until or call.explain)
     return engine.embeds_in_s <= QUICK_TEXT_S and engine.ranker.is_quick(tenant, filters=filters)
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from undertow.engine.api.engine import Engine
     from undertow.engine.api.views.reports import Reports
     from undertow.engine.base.config import Settings
+    from undertow.engine.base.results import Report
 
 T = TypeVar("T")
 
@@ -90,6 +91,9 @@ def search(
     since: Since = None,
     until: Until = None,
     where: WhereOption = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show the parts of each score, and what was left out and why.")
+    ] = False,
     encoder: opt.EncoderName = None,
     as_json: opt.AsJson = False,
 ) -> None:
@@ -99,18 +103,52 @@ def search(
     settings = opt.settings_of(llm="off", encoder=encoder)
     with open_engine(store_of(store, tenant), settings, writable=False) as engine:
         engine.tenants.require(tenant)
+        counts = {"k_sub": k, "k_epi": k, "k_sem": k}
         found = engine.search(
-            tenant, query, k_sub=k, k_epi=k, k_sem=k, since=since, until=until, where=filters
+            tenant, query, **counts, since=since, until=until, where=filters, explain=explain
         )
     # an index may miss turns, but no episodes or facts
     recall = {"turn": {"turn_recall": found.turn_recall}}
-    hits = [{**asdict(hit), **recall.get(hit.kind, {})} for hit in found.ranked(k)]
-    columns = ("score", "kind", "timestamp", "memory")
-    put_records(hits, columns, title=f"{len(hits)} results for {tenant}", as_json=as_json)
+    ranked = found.ranked(k)
+    hits = [{**asdict(hit), **recall.get(hit.kind, {})} for hit in ranked]
+    title = f"{len(hits)} results for {tenant}"
+    if (how := found.explained(ranked)) is None:
+        put_records(hits, ("score", "kind", "timestamp", "memory"), title=title, as_json=as_json)
+    else:
+        _put_explained(hits, how, title, as_json=as_json)
     if found.turn_recall < 1 and not as_json:
         say(f"(turns found through an index, measured recall {found.turn_recall:.3f})")
     if found.words_only:
         say(WORDS_ONLY)
+
+
+PARTS = ("score", "cosine", "neighbour_cosine", "words", "words_around", "matched", "memory")
+LEFT_OUT_BY = {
+    "time": "time",
+    "filters": "metadata",
+    "count": "-k, of its kind",
+    "top_k": "-k",
+}
+
+
+def _put_explained(hits: list[Report], how: Report, title: str, *, as_json: bool) -> None:
+    """The hits with the parts of their scores, then what was left out."""
+    if as_json:
+        put_json({"results": hits, "explanation": how})
+        return
+
+    def row(hit: Report) -> Report:
+        parts = how["scores"][hit["id"]]
+        around = parts["neighbour_words"] + parts["stretch_words"]
+        return {**hit, **parts, "words_around": around, "left_out_by": LEFT_OUT_BY.get(hit.get("reason", ""))}
+
+    put_table(list(map(row, hits)), PARTS, title=title)
+    others = list(map(row, how["left_out"]))
+    put_table(others, ("score", "left_out_by", "matched", "memory"), title=f"The {len(others)} best left out")
+    for name, count in how["passing"].items():
+        say(f"({count:,} of {how['turns']:,} turns pass the filter by {LEFT_OUT_BY[name]})")
+    if how["telling_words"]:
+        say(f"(words that weigh more: {how['telling_words']})")
 
 
 def _check_words(name: str, text: str) -> None:

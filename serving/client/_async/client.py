@@ -127,10 +127,12 @@ class AsyncClient:
         since: Time | None = None,
         until: Time | None = None,
         threshold: float | None = None,
+        explain: bool = False,
     ) -> Found:
         """The memories nearest to a query, with scores of at least `threshold`.
 
-        `top_k`: None for the number of each kind in the service's settings.
+        `top_k`: None for the number of each kind in the service's settings. `explain`: with the parts of each
+        score, and what was left out and why.
         """
         body = given(
             query=query,
@@ -140,6 +142,7 @@ class AsyncClient:
             since=in_iso(since),
             until=in_iso(until),
             threshold=threshold,
+            explain=explain or None,
         )
         return await self._read(Found, asking(of_tenant(tenant, "search"), body))
 

@@ -142,6 +142,10 @@ class SearchRequest(RequestModel):
     since: Moment | None = Field(default=None, description="Nothing earlier; excludes undated memories.")
     until: Moment | None = Field(default=None, description="Nothing later; a date means its whole day.")
     threshold: float | None = Field(default=None, ge=-1, le=1, description="The lowest score to return.")
+    explain: bool = Field(
+        default=False,
+        description="With the parts of each score, and what was left out and why. It takes longer.",
+    )
 
 
 class AnswerRequest(RequestModel):

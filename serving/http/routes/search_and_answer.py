@@ -44,12 +44,14 @@ async def search(tenant: Tenant, asked: SearchRequest, service: Served) -> Any:
     kinds = asked.kinds or KINDS
     k_sub, k_epi, k_sem = (asked.top_k if kind in kinds else 0 for kind in KINDS)
     since, until = _text(asked.since), _text(asked.until)
-    query = SearchQuery(tenant, asked.query, k_sub, k_epi, k_sem, since, until, asked.filters or None)
+    counts, filters = (k_sub, k_epi, k_sem), asked.filters or None
+    query = SearchQuery(tenant, asked.query, *counts, since, until, filters, asked.explain)
     found = await service.memories.call(query)
     hits = found.ranked(asked.top_k)
     if asked.threshold is not None:
         hits = [hit for hit in hits if hit.score >= asked.threshold]
-    return {"results": hits, "recall": found.turn_recall, "words_only": found.words_only}
+    told = {"results": hits, "recall": found.turn_recall, "words_only": found.words_only}
+    return {**told, "explanation": found.explained(hits, asked.threshold)} if asked.explain else told
 
 
 @router.post(

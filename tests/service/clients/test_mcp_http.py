@@ -88,6 +88,10 @@ async def live(client: Client, of: dict[str, str]) -> None:
 
     found = await done(client, "search_memories", **of, query=BOAT, top_k=1)
     assert [hit["id"] for hit in found["memories"]] == [one["id"]]
+    assert "explanation" not in found
+    why = await done(client, "search_memories", **of, query=BOAT, top_k=1, explain=True)
+    assert "boat" in why["explanation"]["scores"][one["id"]]["matched"]
+    assert [hit["reason"] for hit in why["explanation"]["left_out"]] == ["count"]
     about = await done(client, "search_memories", **of, query="knee", filters={"topic": "boat"})
     assert [hit["id"] for hit in about["memories"]] == [one["id"]]
 

@@ -16,12 +16,14 @@ from undertow.engine.base.model import BadInput, InputError, Turn, UnknownMemory
 from undertow.engine.base.results import (
     Answer,
     Certificate,
+    Explanation,
     Hit,
     HitKind,
     ImportReport,
     Page,
     Receipt,
     Report,
+    ScoreParts,
     SearchResult,
     Updated,
 )
@@ -140,7 +142,26 @@ def _search(client: Client, query: q.SearchQuery) -> SearchResult:
         )
         return tuple(_hit(hit) for hit in found.results)
 
-    return SearchResult(tier("episode", query.k_epi), tier("fact", query.k_sem), tier("turn", query.k_sub))
+    tiers = tier("episode", query.k_epi), tier("fact", query.k_sem), tier("turn", query.k_sub)
+    return SearchResult(*tiers, explanation=_explanation(client, query) if query.explain else None)
+
+
+def _explanation(client: Client, query: q.SearchQuery) -> Explanation:
+    """Of a search with as many hits of each kind."""
+    assert query.k_sub == query.k_epi == query.k_sem
+    found = client.search(
+        query.tenant,
+        query.text,
+        filters=query.where,
+        since=query.since,
+        until=query.until,
+        explain=True,
+    )
+    how = found.explanation
+    assert how is not None
+    scores = {of: ScoreParts(**parts.model_dump()) for of, parts in how.scores.items()}
+    left_out = tuple((_hit(hit), hit.reason) for hit in how.left_out)
+    return Explanation(how.search, how.telling_words, how.turns, how.passing, scores, left_out)
 
 
 def _answer(client: Client, query: q.AnswerQuery) -> Answer:
