@@ -52,6 +52,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "jobs": edit.jobs,
     "reindex": edit.reindex,
     "repair": edit.repair,
+    "audit": check.audit,
     "calibrate": check.calibrate,
     "estimate": estimate.estimate,
     "eval": evaluate,

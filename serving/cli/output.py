@@ -13,7 +13,7 @@ from rich.text import Text
 
 # rich falls back to 80 columns where the output is no terminal
 PIPED_WIDTH = 140
-WIDE = ("text", "memory", "reason")
+WIDE = ("text", "earlier_text", "memory", "reason")
 WIDE_CHARS = 40
 UNBROKEN = ("id", "seq", "tenant", "kind", "decision", "state")
 # tables cut longer texts and lists; --json does not

@@ -11,7 +11,7 @@ from undertow.engine.storage.location import Location
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.output import console, put_json, put_pairs, put_table, put_text
-from undertow.serving.cli.stores import open_reports
+from undertow.serving.cli.stores import open_reports, tenant_reports
 
 PROPOSAL_FIELDS = ("share", "theta_sim", "links_per_turn", "triggers", "consolidated_turns")
 
@@ -54,6 +54,41 @@ def calibrate(
         f"Use: undertow ingest ... --theta-sim {found['theta_sim']} --theta-count {found['theta_count']}; or "
         f"--theta-share {share}, so that each tenant's own pairs tell its theta."
     )
+
+
+AUDITED = {
+    "repeats": ("An earlier memory says the same", ("cosine", "text", "earlier_text")),
+    "contradictions": ("Other numbers, or a negation more", ("cosine", "text", "earlier_text")),
+    "never_shown": ("Not found even by the turns that it rests on", ("rank", "kind", "text")),
+    "single_source": ("Resting on one turn", ("kind", "source_seqs", "text")),
+}
+AUDIT_ROWS = 20
+
+
+def audit(
+    tenant: opt.Tenant,
+    store: opt.Store,
+    k: Annotated[int, typer.Option("-k", min=1, help="How many of a kind a search is taken to show.")] = 10,
+    as_json: opt.AsJson = False,
+) -> None:
+    """List a tenant's doubtful memories: repeats, contradictions, never shown ones, and those of one turn.
+
+    It compares vectors and words, without an LLM: of what it calls a contradiction, a person has to judge.
+    """
+    from undertow.engine.api.views.audit import audit as found_in
+
+    with tenant_reports(store, tenant) as reports:
+        found = found_in(reports, tenant, k)
+    if as_json:
+        put_json(found)
+        return
+    counts = {name: len(value) if name in AUDITED else value for name, value in found.items()}
+    put_pairs(counts, title=f"Memories of {tenant}")
+    for name, (title, columns) in AUDITED.items():
+        rows = [{**item, "earlier_text": item.get("earlier", {}).get("text")} for item in found[name]]
+        if rows:
+            more = f" (the first {AUDIT_ROWS}; --json has all)" if len(rows) > AUDIT_ROWS else ""
+            put_table(rows[:AUDIT_ROWS], columns, title=f"{title}: {len(rows):,}{more}")
 
 
 def doctor(
