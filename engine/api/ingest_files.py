@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -93,17 +93,20 @@ class Ingest:
 
     def _feed_file(self, log: Log) -> None:
         source = self._engine.journal.info.tenant_key(log.uri)
-        head = log.head()
+        begun = self._begun(log, source)
+        self.report.resumed_turns += begun["turns"]
+        self.report.resumed_errors += begun["errors"]
+        head = {"source": source, **log.head()}
         blocks = read_blocks(
             log,
             self._format,
-            after=self._start(log, source),
+            after=begun["position"],
             max_message_bytes=self._engine.settings.max_message_bytes,
             encoder=self._engine.store_encoder,
         )
         for block in _read_ahead(blocks):
             refused, stop = self._note_problems(block)
-            self._feed_block(block, stop, {"source": source, **head})
+            self._feed_block(block, stop, {**head, **begun})
             if self.report.ended:
                 return
             if refused is not None:
@@ -111,7 +114,8 @@ class Ingest:
                 return
             if self._stopping():
                 return
-            self._reached[source] = {"source": source, "position": block.position, **head}
+            begun = _reached_in(block, block.position, begun)
+            self._reached[source] = {**head, **begun}
 
     def _note_problems(self, block: TurnBlock) -> tuple[BadInput | None, int]:
         """Tell the problems of a block. Returns the one that ends the run, and how many turns to feed."""
@@ -127,13 +131,16 @@ class Ingest:
         return None, len(block.positions)
 
     def _feed_block(self, block: TurnBlock, stop: int, reached: dict[str, Any]) -> None:
-        """Add the first `stop` turns to the batch; store a full batch before the next turn."""
+        """Add the first `stop` turns to the batch; store a full batch before the next turn.
+
+        `reached`: how far the file was taken before the block.
+        """
         start = 0
         while start < stop:
             if self._count == self._batch_turns:
                 if start:  # the records before that of the next turn are complete
-                    position = int(block.positions[start]) - 1
-                    self._reached[reached["source"]] = {**reached, "position": position}
+                    upto = _reached_in(block, int(block.positions[start]) - 1, reached)
+                    self._reached[reached["source"]] = {**reached, **upto}
                 self._flush()
                 if self.report.ended:
                     return
@@ -165,22 +172,33 @@ class Ingest:
             self.report.read_turns += step.stored
             self._on_step(step)
 
-    def _start(self, log: Log, source: str) -> int:
-        """After which position to read: the stored one where the file still begins as it did."""
-        stored = self._stored.get(source)
-        if stored is None:
-            return 0
+    def _begun(self, log: Log, source: str) -> dict[str, int]:
+        """How far earlier runs have taken a file (`_reached_in`); zeros if it is another file by now."""
+        stored = self._stored.get(source, {"position": 0})
+        begun = {name: int(stored.get(name, 0)) for name in ("position", "turns", "errors")}
+        if not begun["position"]:
+            return begun
         if log.head(stored["head_bytes"]) == {k: stored[k] for k in ("head", "head_bytes")}:
-            return int(stored["position"])
+            return begun
         self.report.warnings += 1
         self._on_warning(f"{log}: has changed since it was last read; reading it from the start")
-        return 0
+        return dict.fromkeys(begun, 0)
 
     def _stored_offsets(self) -> dict[str, dict[str, Any]]:
         rows = sorted(
             self._engine.journal.read(kinds=["source_offset"], vectors=False), key=lambda row: row.lsn
         )
         return {body["source"]: body for body in (orjson.loads(row.payload) for row in rows)}
+
+
+def _reached_in(block: TurnBlock, position: int, before: Mapping[str, Any]) -> dict[str, int]:
+    """A position in a block, and the turns and errors of its file up to there. `before`: those before it."""
+    errors = sum(len(record.errors) for record in block.problems if record.position <= position)
+    return {
+        "position": position,
+        "turns": before["turns"] + block.before(position),
+        "errors": before["errors"] + errors,
+    }
 
 
 def _read_ahead(blocks: Iterator[TurnBlock]) -> Iterator[TurnBlock]:

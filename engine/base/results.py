@@ -215,12 +215,17 @@ class Certificate:
 
 @dataclass(slots=True)
 class IngestReport:
-    """What one run took in. `admit_s` runs from the first read to the last turn's commit."""
+    """What one run took in. `admit_s` runs from the first read to the last turn's commit.
+
+    `resumed_turns`, `resumed_errors`: of the parts of files that earlier runs have read and this one skipped.
+    """
 
     read_turns: int = 0
     new_turns: int = 0
     errors: int = 0
     warnings: int = 0
+    resumed_turns: int = 0
+    resumed_errors: int = 0
     admit_s: float = 0.0
     interrupted: bool = False
     stopped_by: BadInput | None = None

@@ -105,6 +105,8 @@ class Trace:
         self._observers = tuple(observers)
         self._events: list[dict[str, object]] = []
         self._start_s = time.perf_counter()
+        # of all requests to LLM servers so far
+        self.spent = Usage()
 
     def use_ranges(self, ranges: NvtxRanges | None) -> None:
         """Send later spans to `ranges` as well, unless the trace already has ranges."""
@@ -163,6 +165,7 @@ class Trace:
         self, tenant: str, operation: str, began_s: float, ended_s: float, usage: Usage, outcome: str
     ) -> None:
         """Report one HTTP request to an LLM server; an `OnCall` of engine/llm/replies.py."""
+        self.spent += usage
         request = LLMRequest(operation, began_s, ended_s, usage, outcome)
         for observer in self._observers:
             observer.requested(request)

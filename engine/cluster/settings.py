@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from undertow.engine.base.environment import refuse_unknown
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.process_tuning import ONE_HEAP
 
@@ -54,6 +55,12 @@ class ClusterSettings(BaseSettings):
     max_pending_calls: int = Field(default=256, ge=8)
     # how long calls wait for a shard that is down, before they fail
     patience_s: float = Field(default=300.0, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _every_variable_is_a_setting(cls, given: Any) -> Any:
+        refuse_unknown("UNDERTOW_CLUSTER_", cls.model_fields)
+        return given
 
     @model_validator(mode="after")
     def _leave_room(self) -> Self:

@@ -22,6 +22,8 @@ PERCENTILES = (1, 10, 25, 50, 75, 90, 95, 98, 99, 99.5, 99.9)
 # cosines are counted in bins of 1e-4, so that any number of pairs fits in memory
 BINS = 20_000
 ROWS_AT_A_TIME = 512
+# a threshold with fewer pairs above it says nothing
+FEWEST_LINKED = 10
 
 Vectors = NDArray[np.float32]
 
@@ -71,7 +73,7 @@ def calibrate(
     """Propose theta_sim for `share` of linked pairs, beside half and twice that share.
 
     Reads tenants in random order (a fixed seed), up to `sample_turns` turns. ValueError: share not in
-    (0, 1). UndertowError: nothing to compare.
+    (0, 1). UndertowError: too few turns to tell.
     """
     if not 0.0 < share < 1.0:
         raise ValueError(f"share is {share}; give the part of pairs to link, between 0 and 1, such as 0.02")
@@ -79,8 +81,11 @@ def calibrate(
     pairs = PairCosines()
     for vectors in sample:
         pairs.add(vectors)
-    if pairs.total == 0:
-        raise UndertowError("no tenant has two turns to compare. Ingest some conversations first.")
+    if share * pairs.total < FEWEST_LINKED:
+        raise UndertowError(
+            f"too few turns to propose a threshold: {share:g} of {pairs.total:,} pairs of turns is less than "
+            f"{FEWEST_LINKED}. Ingest more conversations, or give a larger --share."
+        )
     shares = sorted({share / 2, share, min(share * 2, 0.99)})
     proposals = [_proposal(sample, pairs, s, theta_count) for s in shares]
     return {

@@ -27,10 +27,12 @@ LINE_FIELDS = frozenset({"tenant", "session", "timestamp", "messages", "idempote
 # The fields of a message that is nothing but text.
 PLAIN = ("role", "content")
 MESSAGE_FIELDS = frozenset({"role", "name", "content", "timestamp", "tool_calls", "tool_call_id", "refusal"})
+# Those of OpenAI's API. Any other is stored as it is: some logs have speakers' names there.
+ROLES = frozenset({"user", "assistant", "system", "developer", "tool", "function"})
 # The length of a tenant, session, role, speaker or idempotency key.
 MAX_NAME_CHARS = 1_024
-# Warnings name at most this many unknown fields of a file.
-MAX_NAMED_FIELDS = 64
+# Warnings name at most this many unknown fields and roles of a file.
+MAX_NAMED = 64
 
 
 class LineParser:
@@ -58,7 +60,7 @@ class LineParser:
             turns = tuple(map(pack_turn, self._turns(line, raw)))
         except BadField as bad:
             return PackedRecord(line, errors=(bad.at(self.source, line),))
-        return PackedRecord(line, turns, (), self._unknown_fields(raw))
+        return PackedRecord(line, turns, (), self._unknown_names(raw))
 
     def _plain_exchange(self, line: int, raw: Any) -> PackedTurn | None:
         """The turn of a line with a question and its answer in plain text, if there is nothing to refuse.
@@ -121,25 +123,31 @@ class LineParser:
             turns.append(Turn(tenant, pair, turn_key, session, own_time(pair) or line_time, metadata or {}))
         return tuple(turns)
 
-    def _unknown_fields(self, raw: Any) -> tuple[str, ...]:
-        """One warning for each unknown field not yet named in this file."""
+    def _unknown_names(self, raw: Any) -> tuple[str, ...]:
+        """One warning for each unknown field and role not yet named in this file."""
         unknown: list[str] = []
         if not LINE_FIELDS.issuperset(raw):
-            unknown = [name for name in raw if name not in LINE_FIELDS]
+            unknown = [_unknown_field(name) for name in raw if name not in LINE_FIELDS]
         for message in raw["messages"]:
             if not MESSAGE_FIELDS.issuperset(message):
-                unknown += [f"messages[].{name}" for name in message if name not in MESSAGE_FIELDS]
+                unknown += [_unknown_field(n, "messages[].") for n in message if n not in MESSAGE_FIELDS]
+            if message["role"] not in ROLES:
+                unknown.append(f"role {message['role']!r:.80} is not known and is taken as a speaker's name")
         return self._name_once(unknown) if unknown else ()
 
     def knows(self, fields: Iterable[str], message_fields: Iterable[str]) -> bool:
         """Whether no warning is due about these fields of lines and of their messages."""
-        unknown = {f"messages[].{name}" for name in set(message_fields) - MESSAGE_FIELDS}
-        return unknown | (set(fields) - LINE_FIELDS) <= self._named
+        unknown = {_unknown_field(name, "messages[].") for name in set(message_fields) - MESSAGE_FIELDS}
+        return unknown | set(map(_unknown_field, set(fields) - LINE_FIELDS)) <= self._named
 
     def _name_once(self, unknown: Iterable[str]) -> tuple[str, ...]:
-        fresh = sorted(set(unknown) - self._named)[: MAX_NAMED_FIELDS - len(self._named)]
+        fresh = sorted(set(unknown) - self._named)[: MAX_NAMED - len(self._named)]
         self._named.update(fresh)
-        return tuple(f"{self.source}: field {name!r:.80} is not known and is ignored" for name in fresh)
+        return tuple(f"{self.source}: {what}" for what in fresh)
+
+
+def _unknown_field(name: str, within: str = "") -> str:
+    return f"field {within + name!r:.80} is not known and is ignored"
 
 
 def _is_plain_name(name: object) -> bool:

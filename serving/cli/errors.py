@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from undertow.engine.base.model import InputError, UndertowError
+from undertow.engine.base.model import InputError, NoLLM, UndertowError
 from undertow.serving.cli.output import say
 
 EXIT_CODES = (
@@ -77,7 +77,7 @@ def exit_code(error: Exception) -> Exit:
         return Exit.LLM
     if isinstance(error, InputError):
         return Exit.INPUT
-    if isinstance(error, WrongUsage):
+    if isinstance(error, WrongUsage | NoLLM):
         return Exit.USAGE
     return Exit.FAILED
 
@@ -89,7 +89,7 @@ def in_words(error: Exception) -> str:
         return "; ".join(
             f"setting {'.'.join(map(str, p['loc'])) or 'combination'}: {p['msg']}, not {p['input']!r:.60}"
             if p["loc"]
-            else p["msg"]
+            else p["msg"].removeprefix("Value error, ")
             for p in error.errors(include_url=False)
         )
     if isinstance(error, ImportError):

@@ -10,6 +10,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import orjson
@@ -156,6 +157,24 @@ KINDS: Mapping[type[Exception], _Kind] = {
     AuditError: _Kind(503, "audit", "The act cannot be written down, so it was not begun. Try later.", 30),
     UndertowError: _Kind(503, "engine", "The engine cannot do this now. Try again later.", 5),
 }
+# what those of mem0's API, and of others, are here
+CURES = {
+    "user_id": "name whose memories in the path, /v1/tenants/{tenant}/",
+    "agent_id": "name whose memories in the path, /v1/tenants/{tenant}/",
+    "app_id": "name whose memories in the path, /v1/tenants/{tenant}/",
+    "run_id": "did you mean session_id",
+    "limit": "did you mean top_k",
+    "k": "did you mean top_k",
+    "text": "give messages, a list of {role, content}",
+    "content": "give messages, a list of {role, content}",
+    "data": "give text",
+    "infer": "a turn is kept as it is, and episodes and facts come later. Leave it out",
+}
+FIELDS = (
+    *("messages", "session_id", "timestamp", "metadata", "items", "idempotency_key"),
+    *("query", "top_k", "kinds", "filters", "since", "until", "threshold", "explain"),
+    *("question", "as_of", "mode", "stream", "text", "policy", "drop_edits"),
+)
 FRAMEWORK = {
     404: "There is nothing here. /docs and /openapi.json list the routes. A tenant in a path is "
     "percent-encoded: acme%2Fbob.",
@@ -203,7 +222,17 @@ def _flaw(flaw: Mapping[str, Any], body: object) -> str:
         return "was not sent as JSON. Send JSON, with Content-Type: application/json"
     if flaw["type"] == "json_invalid":
         return f"is no JSON, at character {flaw['loc'][-1]}"
+    if flaw["type"] == "extra_forbidden":
+        return _unknown(str(flaw["loc"][-1]))
     return str(flaw["msg"]).removeprefix("Value error, ")
+
+
+def _unknown(field: str) -> str:
+    """What to do about a field that there is not."""
+    if cure := CURES.get(field):
+        return f"is not known; {cure}."
+    near = get_close_matches(field, FIELDS, n=1)
+    return f"is not known; did you mean {near[0]}?" if near else "is not known. Leave it out."
 
 
 def _field(flaw: Mapping[str, Any]) -> str:

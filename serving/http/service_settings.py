@@ -6,12 +6,12 @@ engine.
 
 from __future__ import annotations
 
-import os
-from difflib import get_close_matches
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from undertow.engine.base.environment import refuse_unknown
 
 PREFIX = "UNDERTOW_SERVICE_"
 
@@ -65,12 +65,7 @@ class ServiceSettings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _every_variable_is_a_setting(cls, given: Any) -> Any:
-        """A misspelt variable would be a limit without effect."""
-        known = {f"{PREFIX}{name.upper()}" for name in cls.model_fields}
-        for name in sorted(os.environ):
-            if name.upper().startswith(PREFIX) and name.upper() not in known:
-                near = get_close_matches(name.upper(), known, n=3) or sorted(known)
-                raise ValueError(f"{name} is no setting of the service; there is {', '.join(near)}")
+        refuse_unknown(PREFIX, cls.model_fields)
         return given
 
     @model_validator(mode="after")

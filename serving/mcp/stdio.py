@@ -14,9 +14,9 @@ _RETRIES = Retries(patience_s=10)
 _LOOK_S = 5.0
 
 
-async def wants_key(url: str) -> bool:
-    """Whether a service requires a key. False too if none responds: it may start later."""
-    async with AsyncClient(url, timeout_s=_LOOK_S, retries=Retries(patience_s=0)) as client:
+async def refuses(url: str, key: str | None) -> bool:
+    """Whether a service wants another key, or one at all. False too if none responds: it may start later."""
+    async with AsyncClient(url, key, timeout_s=_LOOK_S, retries=Retries(patience_s=0)) as client:
         try:
             async for _ in client.tenants():
                 break

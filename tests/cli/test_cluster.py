@@ -132,7 +132,7 @@ def test_a_job_whose_driver_shards_and_workers_are_killed_is_completed_by_the_sa
     """Shards outlive a driver; the next one finds them. More rounds of it: soak/test_cluster_kills.py."""
     assert job.killed["driver"] and job.killed["worker"] and job.killed["shard"], job.killed
     done = job.last.result()
-    assert list(done) == [*SUMMARY_KEYS, "errors", "warnings", "parked_turns", "files"]
+    assert list(done) == [*SUMMARY_KEYS, "errors", "warnings", "parked_turns", "files", "run"]
     timed = ("elapsed_s", "turns_per_s", "cached_prompt_tokens")
     figures = {k: v for k, v in one_process[1].items() if k not in timed}
     assert {k: done[k] for k in figures} == figures

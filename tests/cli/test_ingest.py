@@ -27,7 +27,7 @@ TURNS = 24
 
 def test_stdout_is_one_summary_with_the_contract_s_keys(tmp_path: Path, log: Path) -> None:
     done = run("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--json")
-    assert list(done.doc) == [*SUMMARY_KEYS, "errors", "warnings"]
+    assert list(done.doc) == [*SUMMARY_KEYS, "errors", "warnings", "run"]
     assert done.out.count("\n") == 1
     assert (done.code, done.doc["tenants"], done.doc["turns"], done.doc["llm_calls"]) == (0, 2, 2 * TURNS, 0)
 
@@ -37,6 +37,9 @@ def test_the_same_log_twice_changes_nothing(store: Path, log: Path, server: str)
     again = run("ingest", log, "--store", store, "--llm", server, *THETAS, "--json").doc
     assert again["turns"] == 2 * TURNS
     assert again["turns_per_s"] == 0
+    assert {name: n for name, n in again["run"].items() if n} == dict.fromkeys(
+        ("read_turns", "known_turns"), 2 * TURNS
+    )
     assert contents(store, "ada") == before
 
 
@@ -70,6 +73,10 @@ def test_resume_reads_on_where_the_file_was_left_and_starts_over_in_another_file
         file.write(json.dumps(turn_line("ada", 5, "one more turn")) + "\n")
     resumed = run(*ingest, "--resume")
     assert (resumed.code, resumed.doc["errors"], resumed.doc["turns"]) == (0, 0, 6)
+    told = {"read_turns": 1, "new_turns": 1, "resumed_turns": 5, "resumed_errors": 1}
+    assert {name: n for name, n in resumed.doc["run"].items() if n} == told
+    shown = run(*ingest[:-1], "--resume").out.split()
+    assert "turns skipped by --resume 6" in " ".join(shown)
     again = run(*ingest)
     assert (again.code, again.doc["errors"], again.doc["turns"]) == (3, 1, 6)
     write_log(log, conversation("bo", 4))

@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from ..support.cli import ENV, PROGRAM, run
 
 TURNS = 24
@@ -46,7 +48,7 @@ def test_readable_output_holds_no_escape_codes(built: Path) -> None:
         "explain --tenant ada",
         "stats",
         "jobs",
-        "calibrate",
+        "calibrate --share 0.1",
     ):
         done = run(*command.split(), "--store", built)
         assert (done.code, "\x1b" in done.out, bool(done.out.strip())) == (0, False, True), command
@@ -54,13 +56,41 @@ def test_readable_output_holds_no_escape_codes(built: Path) -> None:
 
 def test_calibrate_proposes_the_quantile_of_pair_cosines(built: Path) -> None:
     wide = run("calibrate", "--store", built, "--share", "0.3", "--theta-count", "3", "--json").doc
-    tight = run("calibrate", "--store", built, "--share", "0.01", "--tenant", "bo", "--json").doc
+    tight = run("calibrate", "--store", built, "--share", "0.05", "--tenant", "bo", "--json").doc
     assert wide["theta_sim"] < tight["theta_sim"]
     assert (wide["tenants"], wide["turns"], wide["pairs"]) == (2, 2 * TURNS, TURNS * (TURNS - 1))
     assert (tight["tenants"], tight["theta_count"]) == (1, 5)
     assert -1 < wide["memories"]["theta_compare"] <= tight["memories"]["theta_compare"] <= 1
     assert all(p["triggers"] > 0 for p in wide["proposals"] if p["share"] >= 0.3)
     assert run("calibrate", "--store", built, "--share", "2").code == 2
+    few = run("calibrate", "--store", built, "--tenant", "bo")
+    assert (few.code, few.out, "too few turns" in few.err) == (1, "", True)
+    rare = run("calibrate", "--store", built, "--share", "0.02", "--theta-count", "24")
+    assert "No threshold is proposed" in rare.out and "Use:" not in rare.out
+
+
+@pytest.mark.parametrize(
+    ("variable", "near"),
+    [
+        ("UNDERTOW_THETA_SMI", "UNDERTOW_THETA_SIM"),
+        ("UNDERTOW_POLCY", "UNDERTOW_POLICY"),
+        ("UNDERTOW_XYZZY", "unset"),
+    ],
+)
+def test_a_misspelt_variable_is_refused(built: Path, variable: str, near: str) -> None:
+    for command in (("doctor",), ("ingest", __file__), ("search", "x", "--tenant", "bo")):
+        done = run(*command, "--store", built, env={variable: "0.5"})
+        assert (done.code, done.out) == (2, "")
+        assert f"{variable} is no setting" in done.err and near in done.err
+    assert run("doctor", "--llm", "off", env={"UNDERTOW_API_KEY": "ut_x"}).code == 0
+
+
+def test_what_cannot_be_asked_for_is_wrong_use(built: Path) -> None:
+    ada = ("--tenant", "ada", "--store", built)
+    asked = run("ask", "what of the boat?", *ada, "--llm", "off")
+    assert (asked.code, "--llm URL" in asked.err) == (2, True)
+    other = run("policy", "foo", *ada)
+    assert (other.code, "recmem, eager, nemori" in other.err) == (2, True)
 
 
 def test_doctor_finds_what_is_wrong(built: Path, server: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from undertow.engine.storage.journal import Journal
+from undertow.serving.cli.commands import read
 from undertow.serving.cli.commands.read import _filters
 
 from ..support.cli import contents, run, tenants, turn_line, write_log
@@ -73,6 +74,22 @@ def test_metadata_filters_are_json_values_or_plain_words(
     options: list[str], filters: dict[str, list[Any]]
 ) -> None:
     assert _filters(options) == filters
+
+
+def test_the_beginning_of_an_id_and_no_kind_are_enough(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = ("--store", built, "--json")
+    turns = run("list", "--tenant", "ada", *of).lines
+    assert turns == run("list", "--tenant", "ada", "--kind", "turns", *of).lines
+    assert run("list", *of).lines == run("list", "--kind", "tenants", *of).lines
+    whole = turns[3]["id"]
+    assert run("get", whole[:8], *of).doc == run("get", whole, *of).doc == turns[3]
+    assert run("history", whole[:8], *of).lines == [turns[3]]
+    assert "no memory has the id" in run("get", "ffff", *of).err
+    short = (whole[:1], *of)
+    assert "no memory has the id" in run("get", *short).err, "too short to be looked for"
+    monkeypatch.setattr(read, "FEWEST_ID_CHARS", 1)
+    refused = [run("get", digit, *of).err for digit in "0123456789abcdef"]
+    assert any("memories have ids that begin with" in told for told in refused), "of 48 turns"
 
 
 def test_search_by_metadata(tmp_path: Path) -> None:

@@ -188,6 +188,12 @@ class Reports:
             )
         return [memory_report(m) for m in versions_of(rows)]
 
+    def ids_from(self, beginning: str) -> set[str]:
+        """The ids of memories that begin so. It reads all ids."""
+        table = self._journal.columns(["id", "lsn"], kinds=["turn", "episode", "fact"])
+        found: set[str] = set(table["id"].filter(pc.starts_with(table["id"], beginning)).to_pylist())
+        return found
+
     def get(self, memory_id: str, tenant_key: str | None = None) -> Report:
         """One memory as it stands, in the form of `history`. UndertowError: unknown id, or deleted."""
         return row_report(self.row(memory_id, tenant_key))

@@ -50,6 +50,9 @@ def calibrate(
     title = f"{found['turns']:,} turns of {found['tenants']:,} tenants, theta_count {found['theta_count']}"
     put_table(found["proposals"], PROPOSAL_FIELDS, title=title)
     put_pairs(found["memories"], title="Between memories")
+    if not any(proposal["triggers"] for proposal in found["proposals"]):
+        put_text("No threshold is proposed: with none of these would a topic recur in these turns.")
+        return
     put_text(
         f"Use: undertow ingest ... --theta-sim {found['theta_sim']} --theta-count {found['theta_count']}; or "
         f"--theta-share {share}, so that each tenant's own pairs tell its theta."

@@ -65,10 +65,9 @@ def ingest(
     """Store conversation logs and consolidate what recurs.
 
     Turns are durable and searchable at once; memories follow as the LLM answers. Ingesting a log again
-    changes nothing. The summary counts the whole store; elapsed_s, turns_per_s (new turns until
-    searchable), errors and warnings are those of this run. With --ray the logs are read on a Ray cluster,
-    and --store is the root of its shards, on storage that all its nodes share; turns sent again after a
-    shard died do not count as new.
+    changes nothing. The summary tells what this run did, then counts the whole store. With --ray the logs
+    are read on a Ray cluster, and --store is the root of its shards, on storage that all its nodes share;
+    turns sent again after a shard died do not count as new.
     """
     began_s = time.perf_counter()
     logs = opt.logs_at(paths)
@@ -88,6 +87,7 @@ def ingest(
         code, report, more = _run(memory, store, logs, settings, options, interrupted)
         problems.tell_rest(report)
         summary = _summary(memory.stats(), report, time.perf_counter() - began_s) | more
+        summary["run"] = _of_run(memory, report)
     _put_summary(summary, store, as_json=as_json)
     raise typer.Exit(code)
 
@@ -188,6 +188,18 @@ def _summary(counts: dict[str, int], report: IngestReport, elapsed_s: float) -> 
     }
 
 
+def _of_run(memory: OpenMemory, report: IngestReport) -> dict[str, int]:
+    """What became of the input of this run, and its LLM calls, which in a cluster the shards make."""
+    turns = {
+        "read_turns": report.read_turns,
+        "new_turns": report.new_turns,
+        "known_turns": report.read_turns - report.new_turns,
+        "resumed_turns": report.resumed_turns,
+        "resumed_errors": report.resumed_errors,
+    }
+    return {**turns, **asdict(memory.trace.spent)} if is_engine(memory) else turns
+
+
 def _bulk_summary(report: BulkReport) -> dict[str, Any]:
     """Parked turns, and the problems of each file."""
     for reason in report.parked_reasons:
@@ -209,7 +221,20 @@ def _put_summary(summary: dict[str, Any], store: Location, *, as_json: bool) -> 
     if as_json:
         put_json(summary)
         return
-    files = summary.pop("files", [])
-    put_pairs(summary, title=str(store))
+    run, files = summary.pop("run"), summary.pop("files", [])
+    done = {
+        "new turns": run.pop("new_turns"),
+        "turns that were there": run.pop("known_turns"),
+        "lines refused": summary.pop("errors"),
+        "warnings": summary.pop("warnings"),
+        "turns skipped by --resume": run.pop("resumed_turns"),
+        "lines refused before, by a run resumed": run.pop("resumed_errors"),
+    }
+    del run["read_turns"]
+    done |= {f"LLM {name}" if name == "calls" else name: count for name, count in run.items()}
+    done |= {"new turns a second, until searchable": summary.pop("turns_per_s")}
+    done |= {"seconds in all": summary.pop("elapsed_s")}
+    put_pairs({name: count for name, count in done.items() if count}, title="This run")
+    put_pairs(summary, title=f"All of {store}")
     if files:
         put_table(files, ("file", "turns", "errors", "warnings"), title="Files with problems")

@@ -76,14 +76,15 @@ def key_of(file: Path | None) -> str | None:
 
 def _serve_remote(url: str, key: str | None, tenant: str | None) -> None:
     from undertow.serving.client.requests import checked_url, headers_of
-    from undertow.serving.mcp.stdio import serve_remote, wants_key
+    from undertow.serving.mcp.stdio import refuses, serve_remote
 
     with wrong_usage():
         checked_url(url)
         headers_of(key)
-    if key is None and asyncio.run(wants_key(url)):
+    if asyncio.run(refuses(url, key)):
+        what = "wants a key" if key is None else "refuses this key, which may be revoked or another service's"
         raise WrongUsage(
-            f"{url} wants a key: set {KEY_VARIABLE} for this command, or give --key-file FILE. Where the "
+            f"{url} {what}: set {KEY_VARIABLE} for this command, or give --key-file FILE. Where the "
             "service runs, `undertow keys create` makes one."
         )
     asyncio.run(serve_remote(url, key, tenant))

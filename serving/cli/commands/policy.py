@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
+from undertow.engine.base.model import PolicyName
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.drain import drain
 from undertow.serving.cli.drain import flush as flush_tenants
-from undertow.serving.cli.errors import Exit
+from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.output import put_figures, put_json, put_pairs
 from undertow.serving.cli.stores import all_reports, open_memory, refuse_root, tenant_reports
 
@@ -41,6 +42,10 @@ def policy(
         with tenant_reports(store, tenant) as reports:
             report = reports.policy(tenant)
     else:
+        if name not in get_args(PolicyName):
+            raise WrongUsage(
+                f"there is no policy {name!r:.80}. Give one of {', '.join(get_args(PolicyName))}."
+            )
         settings = models.settings()
         with open_memory(store, settings, ray, resume=True) as memory:
             memory.set_policy(tenant, name, drop_edits=drop_edits)

@@ -58,6 +58,8 @@ WhereOption = Annotated[
     ),
 ]
 
+# an id is that long; `get` and `history` take as many of its first characters, if no other begins so
+ID_CHARS, FEWEST_ID_CHARS = 32, 4
 SHOWN_FIELDS = {
     "turns": ("seq", "id", "timestamp", "text"),
     "episodes": ("id", "version", "made_at_seq", "superseded_at_seq", "timestamp", "source_seqs", "text"),
@@ -235,12 +237,15 @@ def _open_to_answer(store: Location, tenant: str, settings: Settings) -> Iterato
 
 def list_(
     store: opt.Store,
-    kind: Annotated[ListKind, typer.Option("--kind", help="What to list.")],
+    kind: Annotated[
+        ListKind | None, typer.Option("--kind", help="What to list. Left out: tenants, or a tenant's turns.")
+    ] = None,
     tenant: Annotated[str | None, typer.Option("--tenant", help="Whose; not with --kind tenants.")] = None,
     every: Annotated[bool, typer.Option("--all", help="With earlier versions and deleted turns.")] = False,
     as_json: opt.AsJson = False,
 ) -> None:
     """List tenants, or one tenant's turns, episodes or facts."""
+    kind = kind or (ListKind.TENANTS if tenant is None else ListKind.TURNS)
     if (kind is ListKind.TENANTS) != (tenant is None):
         need = "takes no --tenant" if tenant is not None else "needs --tenant"
         raise typer.BadParameter(f"--kind {kind.value} {need}")
@@ -270,7 +275,7 @@ def explain(tenant: opt.Tenant, store: opt.Store, as_json: opt.AsJson = False) -
 
 
 def _short(record: dict[str, Any]) -> dict[str, Any]:
-    """For people: ids cut to their first digits. `history` takes whole ids, as `list` shows them."""
+    """For people: ids cut to their first digits, by which `get` and `history` find them."""
     decision = record["decision"] + (" (deleted)" if record.get("deleted") else "")
     ids = {name: [i[:8] for i in record[name]] for name in ("episode_ids", "fact_ids")}
     return {**record, **ids, "decision": decision, "nearest_episode": (record["nearest_episode"] or "")[:8]}
@@ -278,7 +283,7 @@ def _short(record: dict[str, Any]) -> dict[str, Any]:
 
 def get(memory_id: opt.MemoryId, store: opt.Store, as_json: opt.AsJson = False) -> None:
     """Show one memory as it stands."""
-    record = _of_any(store, lambda reports: reports.get(memory_id))
+    record = _of_any(store, memory_id, lambda reports, whole: reports.get(whole))
     if as_json:
         put_json(record)
     else:
@@ -288,18 +293,28 @@ def get(memory_id: opt.MemoryId, store: opt.Store, as_json: opt.AsJson = False) 
 
 def history(memory_id: opt.MemoryId, store: opt.Store, as_json: opt.AsJson = False) -> None:
     """Show every version of one memory, oldest first."""
-    records = _of_any(store, lambda reports: reports.history(memory_id))
+    records = _of_any(store, memory_id, lambda reports, whole: reports.history(whole))
     columns = ("kind", "version", "made_at_seq", "superseded_at_seq", "deleted", "timestamp", "text")
     put_records(records, columns, title=f"History of {memory_id}", as_json=as_json)
 
 
-def _of_any(store: Location, read: Callable[[Reports], T]) -> T:
-    """The first shard's answer: an id does not tell its tenant. UndertowError: no shard has it."""
+def _of_any(store: Location, memory_id: str, read: Callable[[Reports, str], T]) -> T:
+    """The first shard's answer about a memory, by its id or the beginning of it: neither tells its tenant.
+
+    UndertowError: no shard has it; several ids begin so.
+    """
     refusal = UndertowError("the cluster has stored nothing yet.")
     with all_reports(store) as shards:
+        if FEWEST_ID_CHARS <= len(memory_id) < ID_CHARS:
+            meant = {whole for reports in shards for whole in reports.ids_from(memory_id)}
+            if len(meant) > 1:
+                raise UndertowError(
+                    f"{len(meant):,} memories have ids that begin with {memory_id}: give more."
+                )
+            memory_id = meant.pop() if meant else memory_id
         for reports in shards:
             try:
-                return read(reports)
+                return read(reports, memory_id)
             except UndertowError as error:
                 refusal = error
     raise refusal

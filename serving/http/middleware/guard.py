@@ -18,7 +18,7 @@ from undertow.serving.http.problems import Problem
 log = logging.getLogger(__name__)
 
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
-NO_KEY = "Send your key as Authorization: Bearer ut_... or as X-API-Key."
+NO_KEY = "Send your key as Authorization: Bearer ut_... or as X-API-Key. /docs describes the API without one."
 NOT_LOOPBACK = (
     "Without keys, this service answers to localhost and the loopback addresses, 127.x.x.x and [::1]."
 )

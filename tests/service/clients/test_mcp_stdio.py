@@ -15,7 +15,7 @@ from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
 from undertow.serving.cli.commands.mcp import KEY_VARIABLE
-from undertow.serving.mcp.stdio import wants_key
+from undertow.serving.mcp.stdio import refuses
 
 from ...support.cli import ENV, PROGRAM, run
 from ...support.service.http import Running, serving
@@ -65,9 +65,10 @@ async def test_one_tenant_alone_with_the_key_of_the_environment(running: Running
 
 
 async def test_a_refusal_of_the_service_is_an_error(running: Running) -> None:
-    async with session("--url", running.url, "--tenant", "ann", key="ut_wrong") as client:
+    key = running.key(tenants=("bob",))
+    async with session("--url", running.url, "--tenant", "ann", key=key) as client:
         said = await refused(client, "search_memories", query=BOAT)
-        assert "not accepted" in said and "memories" not in said
+        assert "lacks the scope" in said and "memories" not in said
 
 
 async def test_a_store_without_a_service_keeps_what_was_answered(tmp_path: Path) -> None:
@@ -156,11 +157,17 @@ def test_a_service_that_wants_a_key_is_told_with_the_cure(running: Running) -> N
     assert "wants a key" in done.err and KEY_VARIABLE in done.err and "--key-file" in done.err
 
 
+def test_a_wrong_key_is_told_at_the_start(running: Running) -> None:
+    done = run("mcp", "--url", running.url, env={KEY_VARIABLE: "ut_wrong"})
+    assert (done.code, done.out) == (2, "")
+    assert "refuses this key" in done.err and "ut_wrong" not in done.err
+
+
 async def test_a_service_without_keys_wants_none(tmp_path: Path) -> None:
     with serving(tmp_path, open_to_all=True) as service:
-        assert not await wants_key(service.url)
+        assert not await refuses(service.url, None)
         closed = service.url
-    assert not await wants_key(closed), "it may be there later"
+    assert not await refuses(closed, None), "it may be there later"
 
 
 def test_a_missing_key_file_is_named(tmp_path: Path) -> None:

@@ -63,6 +63,26 @@ def test_invalid_tenant_names_in_paths_are_refused(client: httpx2.Client, name: 
     assert [error["field"] for error in document["errors"]] == ["tenant"]
 
 
+@pytest.mark.parametrize(
+    ("route", "field", "cure"),
+    [
+        ("/search", "limit", "did you mean top_k"),
+        ("/search", "user_id", "in the path"),
+        ("/search", "treshold", "did you mean threshold?"),
+        ("/search", "xyzzy", "Leave it out."),
+        ("/memories", "infer", "kept as it is"),
+        ("/memories", "run_id", "did you mean session_id"),
+    ],
+)
+def test_an_unknown_field_is_told_with_its_cure(
+    client: httpx2.Client, route: str, field: str, cure: str
+) -> None:
+    given = {"query": "x"} if route == "/search" else {"messages": said("hello")}
+    document = is_problem(client.post(at("ann", route), json={**given, field: "x"}), 422, "input")
+    assert document["errors"] == [{"field": field, "detail": document["errors"][0]["detail"]}]
+    assert cure in document["detail"]
+
+
 def test_items_are_taken_or_refused_one_by_one(client: httpx2.Client) -> None:
     items = [
         {"messages": said("first of many")},

@@ -1,0 +1,25 @@
+"""Which environment variables Undertow reads. A misspelt one would be a setting without effect."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from difflib import get_close_matches
+
+PREFIX = "UNDERTOW_"
+# Settings of their own: of the service, of a cluster.
+SECTIONS = ("UNDERTOW_SERVICE_", "UNDERTOW_CLUSTER_")
+# No settings: the client's key, that of benchmarks, a switch of the tests, the model of compose.yaml.
+OTHERS = ("UNDERTOW_API_KEY", "UNDERTOW_PEER_API_KEY", "UNDERTOW_REQUIRE_GPU", "UNDERTOW_VLLM_MODEL")
+
+
+def refuse_unknown(prefix: str, settings: Collection[str]) -> None:
+    """ValueError: a variable with this prefix is no setting. `settings`: their names without the prefix."""
+    known = [name.upper() for name in settings]
+    others = (*OTHERS, *SECTIONS) if prefix == PREFIX else ()
+    for variable in sorted(map(str.upper, os.environ)):
+        name = variable.removeprefix(prefix)
+        if name == variable or name in known or variable.startswith(others):
+            continue
+        near = ", ".join(f"{prefix}{setting}" for setting in get_close_matches(name, known, n=3))
+        raise ValueError(f"{variable} is no setting; {f'there is {near}' if near else 'unset it'}")
