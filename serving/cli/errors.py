@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from undertow.engine.base.extras import cure
 from undertow.engine.base.model import InputError, NoLLM, UndertowError
 from undertow.serving.cli.output import say
 
@@ -71,9 +72,8 @@ class Guarded(TyperGroup):
 
 
 def exit_code(error: Exception) -> Exit:
-    from undertow.engine.llm.client import ServerRefused
-
-    if isinstance(error, ServerRefused):
+    llm = sys.modules.get("undertow.engine.llm.replies")  # not loaded: the error is none of its
+    if llm is not None and isinstance(error, llm.ServerRefused):
         return Exit.LLM
     if isinstance(error, InputError):
         return Exit.INPUT
@@ -92,6 +92,6 @@ def in_words(error: Exception) -> str:
             else p["msg"].removeprefix("Value error, ")
             for p in error.errors(include_url=False)
         )
-    if isinstance(error, ImportError):
-        return f"{error}. Install what is missing: pip install 'undertow[dev]' brings every extra."
+    if isinstance(error, ModuleNotFoundError):
+        return cure(error)
     return str(error)

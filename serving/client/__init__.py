@@ -9,17 +9,6 @@ It loads httpx2 and pydantic and nothing heavy of the engine. `_async/` is writt
 `python -P serving/client/generate.py` makes `_sync/` of it.
 """
 
-from undertow.engine.base.model import UndertowError
-
-try:
-    import httpx2 as httpx2
-except ModuleNotFoundError as missing:
-    if missing.name != "httpx2":
-        raise
-    raise UndertowError(
-        "the client needs httpx2, which is not installed. Install it: pip install 'undertow[client]'"
-    ) from None
-
 from undertow.serving.client._async.client import AsyncClient as AsyncClient
 from undertow.serving.client._sync.client import Client as Client
 from undertow.serving.client.errors import AuthError as AuthError

@@ -62,4 +62,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'undertow' has no attribute {name!r}")
-    return getattr(import_module(f"undertow.{_HOMES[name]}"), name)
+    try:
+        return getattr(import_module(f"undertow.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as missing:
+        if (missing.name or "undertow").partition(".")[0] == "undertow":
+            raise
+        from undertow.engine.base.extras import cure
+
+        raise ImportError(f"undertow.{name}: {cure(missing)}", name=missing.name) from None
