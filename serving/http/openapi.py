@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI
@@ -99,25 +101,40 @@ PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
 """The error responses of every route that needs a key."""
 
 
-# the files of this very version, or none: the browser compares their hashes
-UI = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5.17.14"
-SCRIPT_HASH = "sha384-wmyclcVGX/WhUkdkATwhaK1X1JtiNrr2EoYJ+diV3vj4v6OC5yCeSu+yW13SYJep"
-STYLE_HASH = "sha384-wxLW6kwyHktdDGr6Pv1zgm/VGJh99lfUbzSn6HNHBENZlCN7W602k9VkGdxuFvPn"
+# Swagger UI's files come with the package fastapi_offline: the page loads nothing from elsewhere
 PAGE = f"""\
 <!DOCTYPE html>
 <html lang="en">
 <title>{TITLE}</title>
 <meta charset="utf-8">
-<link rel="stylesheet" href="{UI}/swagger-ui.css" integrity="{STYLE_HASH}" crossorigin="anonymous">
+<link rel="stylesheet" href="/docs/swagger-ui.css">
 <div id="page"></div>
-<script src="{UI}/swagger-ui-bundle.js" integrity="{SCRIPT_HASH}" crossorigin="anonymous"></script>
-<script>SwaggerUIBundle({{url: "/openapi.json", dom_id: "#page"}})</script>
+<script src="/docs/swagger-ui-bundle.js"></script>
+<script src="/docs/start.js"></script>
 </html>
 """
+START = 'SwaggerUIBundle({url: "/openapi.json", dom_id: "#page"})'
+# it sets styles of elements, and shows pictures of its own
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+)
+MEDIA = {"css": "text/css", "js": "text/javascript"}
+PAGE_FILES = ("swagger-ui.css", "swagger-ui-bundle.js", "start.js")
+PAGE_PATHS = ("/docs", *(f"/docs/{name}" for name in PAGE_FILES))
 
 
-async def _page(_: Request) -> Response:
-    return HTMLResponse(PAGE)
+async def _page(request: Request) -> Response:
+    if (name := request.path_params.get("name")) is None:
+        return HTMLResponse(PAGE, headers={"Content-Security-Policy": PAGE_POLICY})
+    return Response(
+        _file(name), media_type=MEDIA[name.rpartition(".")[2]], headers={"Cache-Control": "max-age=3600"}
+    )
+
+
+@cache
+def _file(name: str) -> bytes:
+    return START.encode() if name == "start.js" else (files("fastapi_offline") / "static" / name).read_bytes()
 
 
 def describe(app: FastAPI) -> None:
@@ -135,5 +152,6 @@ def describe(app: FastAPI) -> None:
             app.openapi_schema = document
         return app.openapi_schema
 
-    app.add_route("/docs", _page, include_in_schema=False)
+    for path in ("/docs", "/docs/{name}"):
+        app.add_route(path, _page, include_in_schema=False)
     app.openapi = openapi  # type: ignore[method-assign]

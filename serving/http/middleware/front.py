@@ -20,12 +20,13 @@ from undertow.serving.auth.principal import Principal
 from undertow.serving.http.middleware.fair_turns import FairTurns
 from undertow.serving.http.middleware.guard import Guard
 from undertow.serving.http.middleware.load_limits import LoadLimits
+from undertow.serving.http.openapi import PAGE_PATHS
 from undertow.serving.http.problems import MEDIA_TYPE, PROBLEM_MEDIA, SLUG, problem_of
 from undertow.serving.telemetry.logs import log_failure
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health/live", "/health/ready", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/health/live", "/health/ready", "/openapi.json", *PAGE_PATHS})
 # statuses of requests that were refused before their turn
 REFUSED = frozenset({401, 403, 429})
 VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
