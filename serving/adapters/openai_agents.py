@@ -34,8 +34,12 @@ class UndertowSession(SessionABC):
         self.session_id = session.session_id
 
     @property
-    def session_settings(self) -> SessionSettings | None:  # type: ignore[override]
+    def session_settings(self) -> SessionSettings | None:
         return self._session.session_settings
+
+    @session_settings.setter
+    def session_settings(self, value: SessionSettings | None) -> None:
+        self._session.session_settings = value
 
     def __getattr__(self, name: str) -> Any:
         if name == "_session":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import count
 from typing import Any, TypedDict, cast
 
@@ -164,6 +165,17 @@ async def test_items_keep_their_birth_and_are_found_by_their_fields(served: Any)
     await store.adelete(("docs", "a"), "never there")
     assert await store.aget(("docs", "a"), "1") is None
     assert await store.alist_namespaces() == [("docs", "b")]
+
+
+@pytest.mark.anyio
+async def test_concurrent_puts_leave_one_item(served: Any) -> None:
+    store = UndertowStore(served, prefix="at once")
+    await asyncio.gather(*(store.aput(("a",), f"k{n % 2}", {"n": n}) for n in range(12)))
+    items = await store.asearch(("a",))
+    assert sorted(item.key for item in items) == ["k0", "k1"]
+    assert [await store.aget(("a",), item.key) for item in items] == [
+        Item(**{name: getattr(item, name) for name in Item.__slots__}) for item in items
+    ]
 
 
 def test_tenants_are_separate_and_named_by_the_root(served: Any) -> None:

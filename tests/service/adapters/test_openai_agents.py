@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from undertow.engine.base.model import UndertowError
+from undertow.engine.cluster.in_process import InProcess
+
+from ...support.cluster.in_process import PARTS, settings
 from ...support.service.packages import needed
 
 needed("agents")
 
 from agents import Agent, RunConfig, Runner, function_tool
-from agents.memory import Session, SQLiteSession
+from agents.memory import Session, SessionSettings, SQLiteSession
 from agents.testing import ScriptedModel, assistant_message, function_call
 
 from undertow.serving.adapters.openai_agents import UndertowSession
@@ -78,3 +83,23 @@ async def test_only_the_words_of_user_and_assistant_are_remembered(served: Any) 
     assert await session.get_items() == items
     assert await remembered(session) == ["user: two boats\nassistant: boat ahoy"]
     session.close()  # the other session's own
+
+
+async def test_what_is_not_remembered_is_an_error_and_the_session_has_it(tmp_path: Path) -> None:
+    plain = SQLiteSession("lost")
+    with InProcess(tmp_path, settings(), PARTS) as api:
+        session = UndertowSession(plain, api, "agents/lost")
+    with pytest.raises(UndertowError):
+        await session.add_items([{"role": "user", "content": "boat"}])
+    with pytest.raises(UndertowError):
+        await session.search("boat")
+    assert await plain.get_items() == [{"role": "user", "content": "boat"}]
+
+
+async def test_the_settings_are_those_of_the_session_inside(served: Any) -> None:
+    plain = SQLiteSession("settings")
+    session = UndertowSession(plain, served, "agents/settings")
+    session.session_settings = SessionSettings(limit=1)
+    assert plain.session_settings == session.session_settings == SessionSettings(limit=1)
+    await session.add_items([{"role": "user", "content": text} for text in ("one", "two")])
+    assert await session.get_items() == [{"role": "user", "content": "two"}]
