@@ -149,8 +149,8 @@ $(SETUP): pyproject.toml constraints.txt
 	$(call say,installing packages: 2 GB on disk)
 	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]' | $(PROGRESS) \
 		|| $(call hint,$(NO_INSTALL))
-	@# it asks for protobuf<7, which its client does without
-	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt --no-deps mem0ai | $(PROGRESS) \
+	@# mem0ai asks for protobuf<7, google-adk for OpenTelemetry up to 1.44, which what is tested does without
+	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt --no-deps mem0ai google-adk | $(PROGRESS) \
 		|| $(call hint,$(NO_INSTALL))
 	$(call say,compiling them on all cores: a process starts in half the time)
 	@$(VENV)/bin/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null 2>&1 || true

@@ -128,7 +128,11 @@ def filtering_by_metadata(api: MemoryApi, tenant: str, turns: list[Turn]) -> Any
     listed = all_of(api, tenant, kinds=["turn"], where={"n": 5})
     assert [report["metadata"] for report in listed] == [{"n": 5}]
     assert not api.search(tenant, QUERY, where={"n": 99}).ranked()
-    return plain(found), listed
+    late = api.search(tenant, QUERY, k_sub=50, k_epi=0, k_sem=0, where={"n": {"$gt": 20, "$ne": 22}})
+    assert {hit.source_seqs for hit in late.turns} == {(21,), (23,)}
+    few = all_of(api, tenant, kinds=["turn"], where={"n": {"$lt": 2}, "m": {"$ne": "x"}})
+    assert [report["metadata"]["n"] for report in few] == [0, 1]
+    return plain(found), listed, plain(late), few
 
 
 def adding_a_table(api: MemoryApi, tenant: str, turns: list[Turn]) -> Any:

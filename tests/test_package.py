@@ -79,7 +79,7 @@ def environments(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
     """A folder for each extra, "base" for none, with the wheel unpacked in it."""
     folder = tmp_path_factory.mktemp("environments")
     sharers = Counter(top for dist in metadata.distributions() for top in tops_of(dist))
-    for extra in ("base", "engine", "serve"):
+    for extra in ("base", "engine", "serve", "adapters"):
         (folder / extra).mkdir()
         for dist in distributions(extra).values():
             whole = {top for top in tops_of(dist) if sharers[top] == 1}
@@ -186,3 +186,10 @@ def test_the_service_imports_with_its_extra_alone(environments: Path) -> None:
     code = "import undertow.serving.http.hosting, undertow.serving.mcp.server; print('ray' in sys.modules)"
     done = python(environments / "serve", code)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", ["langgraph", "llama_index", "openai_agents"])
+def test_an_adapter_imports_with_its_extra_alone(environments: Path, name: str) -> None:
+    code = "print(sorted({'torch', 'fastapi', 'lance'} & sys.modules.keys()))"
+    done = python(environments / "adapters", f"import undertow.serving.adapters.{name}; {code}")
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -44,7 +44,7 @@ class Calling(ChatOpenAI):  # type: ignore[misc]
         return super().bind_tools(tools, tool_choice=tool_choice or "required", **options)
 
 
-class Store(InMemoryStore):  # type: ignore[misc]
+class Store(InMemoryStore):
     """It looks through a dictionary that other threads would change meanwhile: batches take turns."""
 
     def __init__(self, *, index: Any) -> None:

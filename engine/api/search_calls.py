@@ -35,7 +35,6 @@ from undertow.engine.policies.base import Learns, PromptBudget, Tiers
 from undertow.engine.policies.registry import Policies
 from undertow.engine.search.companions import as_words, with_companions
 from undertow.engine.search.explain import explained
-from undertow.engine.search.metadata_index import Where
 from undertow.engine.search.packing import as_told, packed
 from undertow.engine.search.ranking import (
     ANY_TIME,
@@ -48,6 +47,7 @@ from undertow.engine.search.ranking import (
     turn_hits,
 )
 from undertow.engine.search.rerank import Rerank, Reranker, reordered
+from undertow.engine.search.where import Where
 from undertow.engine.step.answer_feedback import FeedbackQueue
 from undertow.engine.step.scheduler import Scheduler, StepReport
 from undertow.engine.storage.journal import Journal, Row

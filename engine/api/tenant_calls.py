@@ -17,7 +17,7 @@ from undertow.engine.base.model import Turn
 from undertow.engine.base.queries import ImportCommand, ListQuery, SetPolicyCommand
 from undertow.engine.base.results import ImportReport, Page, Report
 from undertow.engine.encoders.encode_ahead import EncodeAhead
-from undertow.engine.search.metadata_index import Where
+from undertow.engine.search.where import Where
 from undertow.engine.step.eviction import ArenaResidency
 from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import Control, check_turn

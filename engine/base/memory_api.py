@@ -66,8 +66,11 @@ class MemoryApi(ABC):
 
         The counts default to the settings, then to the tenant's policy. `since`, `until`: ISO 8601, both
         inclusive; a date alone means the whole day. `where`: only turns whose metadata has this value of a
-        key, or one of a list of values, and episodes and facts that rest on such a turn. `explain`: with the
-        parts of each score, and what was left out.
+        key, or one of a list of values, and episodes and facts that rest on such a turn. An object of
+        operators instead of a value, all of which must hold: `$eq`, `$ne`, `$gt`, `$gte`, `$lt`, `$lte`,
+        `$in`, `$prefix`. Numbers compare with numbers, and text with text. A turn without the key passes
+        `$ne` alone. `explain`: with the parts of each score, and what was
+        left out.
         """
         return self.call(q.SearchQuery(tenant, query, k_sub, k_epi, k_sem, since, until, where, explain))
 

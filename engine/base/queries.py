@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import islice
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from undertow.engine.base.model import AnswerMode, Memory
 from undertow.engine.base.results import (
@@ -27,6 +27,9 @@ from undertow.engine.base.results import (
 )
 
 R = TypeVar("R")
+
+# of a filter by metadata: {key: {operator: value}}; MemoryApi.search documents them
+FilterOperator = Literal["$eq", "$ne", "$gt", "$gte", "$lt", "$lte", "$in", "$prefix"]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.engine.base.results import MAX_LEFT_OUT, Explanation, Hit, HitKind, LeftOutReason
-from undertow.engine.search.metadata_index import Where
 from undertow.engine.search.ranking import (
     ANY_TIME,
     Ranked,
@@ -19,6 +18,7 @@ from undertow.engine.search.ranking import (
     rests_on,
     turn_hits,
 )
+from undertow.engine.search.where import Where
 from undertow.engine.tenants.tenant import Tenant
 
 

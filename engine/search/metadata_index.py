@@ -1,71 +1,28 @@
-"""Filter by metadata: the filter, and the index of a tenant's metadata values."""
+"""The index of a tenant's metadata values, which answers filters by them."""
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from undertow.engine.base.limits import MAX_FILTER_KEYS, MAX_FILTER_VALUES
+from undertow.engine.base.limits import MAX_FILTER_KEYS
+from undertow.engine.search.where import Condition, Scalar, Value, Where, typed
 from undertow.engine.tenants.tenant import Tenant
-
-Scalar = str | int | float | bool
-# JSON distinguishes true from 1, Python's equality does not: (is a bool, value).
-Value = tuple[bool, Scalar]
 
 # The most recently used keys of a tenant that stay in memory: 4 bytes a turn each, plus the values.
 KEYS_KEPT = MAX_FILTER_KEYS
+# also the last entry of a table by number
 NO_VALUE = -1
 # Every payload with metadata contains this.
 MARK = b'"metadata":'
-
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """Metadata filter: for each key, a turn must have one of the values. Without keys all turns pass.
-
-    Equality is that of JSON: 1 equals 1.0, but not true or "1". A list, an object or null in a turn's
-    metadata equals nothing.
-    """
-
-    wanted: Mapping[str, frozenset[Value]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, where: Mapping[str, Any] | None) -> Where:
-        """From {key: value} or {key: [value, ...]} (any of them). ValueError names the key."""
-        asked = where or {}
-        if len(asked) > MAX_FILTER_KEYS:
-            raise ValueError(f"where: {len(asked):,} keys. Filter by at most {MAX_FILTER_KEYS}.")
-        return cls({key: frozenset(_values(key, values)) for key, values in asked.items()})
-
-    @property
-    def open(self) -> bool:
-        return not self.wanted
-
-
-def _values(key: str, asked: Any) -> list[Value]:
-    values = asked if isinstance(asked, list | tuple | set | frozenset) else [asked]
-    if not values:
-        raise ValueError(f"where: {key!r} has an empty list, which no turn can match. Name a value.")
-    texts = sum(isinstance(value, str) for value in values)
-    if max(texts, len(values) - texts) > MAX_FILTER_VALUES:
-        most = f"Name at most {MAX_FILTER_VALUES}, or search in parts."
-        raise ValueError(f"where: {key!r:.80} has {len(values):,} values. {most}")
-    if wrong := [value for value in values if not isinstance(value, Scalar)]:
-        raise ValueError(
-            f"where: {key!r} is {wrong[0]!r:.80}. Give text, a number, true or false, or a list of those."
-        )
-    return [_typed(value) for value in values]
-
-
-def _typed(value: Scalar) -> Value:
-    return isinstance(value, bool), value
 
 
 class MetadataIndex:
@@ -82,8 +39,8 @@ class MetadataIndex:
         passes = np.ones(len(tenant.seq_by_row), dtype=bool)
         columns = self._columns_of(where)
         _follow(tenant, columns)
-        for column, values in zip(columns, where.wanted.values(), strict=True):
-            passes &= column.any_of(values)
+        for column, conditions in zip(columns, where.conditions.values(), strict=True):
+            passes &= column.passing(conditions)
         return passes
 
     def rows(self, where: Where) -> int:
@@ -95,7 +52,7 @@ class MetadataIndex:
         _follow(tenant, self._columns_of(where), rows)
 
     def _columns_of(self, where: Where) -> list[_Column]:
-        return [self._column(key) for key in where.wanted]
+        return [self._column(key) for key in where.conditions]
 
     def _column(self, key: str) -> _Column:
         self._columns[key] = column = self._columns.pop(key, _Column(key))
@@ -115,12 +72,15 @@ def _follow(tenant: Tenant, columns: Sequence[_Column], most: int | None = None)
 
 
 class _Column:
-    """One key: the number of each turn's value, by arena row."""
+    """One key: its distinct values in order of arrival, and the number of each turn's value by arena row."""
 
     def __init__(self, key: str) -> None:
         self._key = key
         self._numbers: dict[Value, int] = {}
         self._of_row = array("i")
+        # for ranges: the values by number, and the numbers in the order of their values: of numbers, of texts
+        self._values: list[Any] = []
+        self._orders: tuple[list[int], list[int]] = [], []
 
     def __len__(self) -> int:
         return len(self._of_row)
@@ -129,12 +89,48 @@ class _Column:
         value = metadata.get(self._key)
         number = NO_VALUE
         if isinstance(value, Scalar):
-            number = self._numbers.setdefault(_typed(value), len(self._numbers))
+            number = self._numbers.setdefault(typed(value), len(self._numbers))
         self._of_row.append(number)
 
-    def any_of(self, values: frozenset[Value]) -> NDArray[np.bool_]:
-        wanted = [number for value in values if (number := self._numbers.get(value)) is not None]
-        return np.isin(np.frombuffer(self._of_row, dtype=np.int32), wanted)
+    def passing(self, conditions: Sequence[Condition]) -> NDArray[np.bool_]:
+        """Which turns meet all conditions: bool [turns]. Distinct values are tested, then looked up."""
+        table = np.ones(len(self._numbers) + 1, dtype=bool)
+        for condition in conditions:
+            among = np.zeros_like(table)
+            among[self._chosen(condition)] = True
+            table &= ~among if condition.operator == "$ne" else among
+        return table[np.frombuffer(self._of_row, dtype=np.int32)]
+
+    def _chosen(self, condition: Condition) -> list[int]:
+        """The numbers of the values that meet a condition; for `$ne`, of those that do not."""
+        if condition.operator in ("$in", "$ne"):
+            return [number for value in condition.values if (number := self._numbers.get(value)) is not None]
+        ((_, bound),) = condition.values
+        order, of = self._in_order(texts=isinstance(bound, str)), self._values.__getitem__
+        match condition.operator:
+            case "$gt":
+                return order[bisect_right(order, bound, key=of) :]
+            case "$gte":
+                return order[bisect_left(order, bound, key=of) :]
+            case "$lt":
+                return order[: bisect_left(order, bound, key=of)]
+            case "$lte":
+                return order[: bisect_right(order, bound, key=of)]
+        length = len(str(bound))
+        end = bisect_right(order, bound, key=lambda number: of(number)[:length])
+        return order[bisect_left(order, bound, key=of) : end]
+
+    def _in_order(self, *, texts: bool) -> list[int]:
+        """The numbers of all values that are texts, or of those that are numbers, in the values' order."""
+        known = len(self._values)
+        if known < len(self._numbers):
+            for number, (is_bool, value) in enumerate(islice(self._numbers, known, None), known):
+                self._values.append(value)
+                if not is_bool:
+                    self._orders[isinstance(value, str)].append(number)
+            for order in self._orders:
+                order.sort(key=self._values.__getitem__)  # what was sorted before is one run
+        return self._orders[texts]
 
 
 def _metadata(payload: bytes) -> Mapping[str, Any]:

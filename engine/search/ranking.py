@@ -17,9 +17,10 @@ from undertow.engine.base.timestamps import in_words
 from undertow.engine.policies.base import PromptBudget, PromptTooLong
 from undertow.engine.search.analyzer import Analyzer
 from undertow.engine.search.keyword_index import SLICE_ROWS, Int64s, KeywordIndex
-from undertow.engine.search.metadata_index import MetadataIndex, Where
+from undertow.engine.search.metadata_index import MetadataIndex
 from undertow.engine.search.score_parts import PartsOfScores
 from undertow.engine.search.time_index import TimeIndex
+from undertow.engine.search.where import Where
 from undertow.engine.storage.row_codec import turn_id
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.arena.arena import Arena

@@ -139,7 +139,7 @@ def in_iso(moment: Time | None) -> str | None:
 
 def _query(values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple(
-        (name, one if isinstance(one, str) else json.dumps(one))
+        (name, one if isinstance(one, str) else _json(one).decode())
         for name, value in values.items()
         for one in (value if isinstance(value, list | tuple) else [value])
         if one is not None

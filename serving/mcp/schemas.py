@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from undertow.engine.base.limits import MAX_FILTER_KEYS, MAX_FILTER_VALUES, MAX_QUERY_CHARS
+from undertow.engine.base.queries import FilterOperator
 from undertow.serving.client.results import Added, AnswerMode, Changed, Explanation, Hit, Kind, Memory
 
 TENANT = "tenant"
@@ -53,11 +54,14 @@ Metadata = Annotated[
     dict[Label, Scalar],
     Field(max_length=32, description='Labels to filter by later, such as {"project": "kiln"}.'),
 ]
+Wanted = Scalar | Annotated[list[Scalar], Field(max_length=MAX_FILTER_VALUES)]
+Operators = Annotated[dict[FilterOperator, Wanted], Field(min_length=1)]
 Filters = Annotated[
-    dict[Label, Scalar | Annotated[list[Scalar], Field(max_length=MAX_FILTER_VALUES)]],
+    dict[Label, Wanted | Operators],
     Field(
         max_length=MAX_FILTER_KEYS,
-        description="Only memories whose metadata have these values; of a list, one of them.",
+        description="Only memories whose metadata have these values; of a list, one of them; of an object of "
+        'operators, such as {"$gte": 3, "$lt": 9}, all hold. Numbers compare with numbers, text with text.',
     ),
 ]
 

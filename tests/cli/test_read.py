@@ -68,10 +68,11 @@ def test_export_has_every_version_and_vectors_on_demand(built: Path) -> None:
         (["topic=work"], {"topic": ["work"]}),
         (["topic=work", "topic=home", "n=3"], {"topic": ["work", "home"], "n": [3]}),
         (['n="3"', "n=true", "n=[1]", "a=b=c"], {"n": ["3", True, "[1]"], "a": ["b=c"]}),
+        (['n={"$gte": 3, "$lt": 9}', "a=b"], {"n": {"$gte": 3, "$lt": 9}, "a": ["b"]}),
     ],
 )
-def test_metadata_filters_are_json_values_or_plain_words(
-    options: list[str], filters: dict[str, list[Any]]
+def test_metadata_filters_are_json_values_operators_or_plain_words(
+    options: list[str], filters: dict[str, Any]
 ) -> None:
     assert _filters(options) == filters
 
@@ -106,9 +107,18 @@ def test_search_by_metadata(tmp_path: Path) -> None:
     table = run(*search[:6], "--explain", "--where", "topic=home")
     assert "left out by" in table.out and "metadata" in table.out
     assert "1 of 3 turns pass the filter by metadata" in table.err
-    for wrong in ("topic", "=work"):
-        done = run(*search, wrong)
-        assert (done.code, "KEY=VALUE" in done.err) == (2, True)
+    assert [hit["source_seqs"] for hit in run(*search, 'n={"$gte": 3, "$lt": 4}').lines] == [[1]]
+    other = run(*search, 'topic={"$ne": "home"}').lines
+    assert sorted(hit["source_seqs"] for hit in other) == [[0], [2]]
+    for wrong, words in (
+        (["topic"], "KEY=VALUE"),
+        (["=work"], "KEY=VALUE"),
+        (['n={"$over": 3}'], "'n' has the operator '$over'. Use one of $eq"),
+        (["n=3", "--where", 'n={"$gt": 3}'], "Give it once"),
+        (['n={"$gt": 3}', "--where", "n=3"], "Give it once"),
+    ):
+        done = run(*search, *wrong)
+        assert (done.code, words in done.err) == (2, True), done.err
 
 
 def test_readers_work_beside_a_writer_and_a_second_writer_is_refused(

@@ -54,7 +54,8 @@ WhereOption = Annotated[
         "--where",
         metavar="KEY=VALUE",
         help="Only turns with this metadata, and memories made from them. May be repeated: all keys must "
-        "match, and one of the values of each. To match a number, true or false as text, put it in quotes.",
+        "match, and one of the values of each. To match a number, true or false as text, put it in quotes. "
+        """VALUE may be operators: --where 'rating={"$gte": 3, "$lt": 9}'.""",
     ),
 ]
 
@@ -158,11 +159,13 @@ def _check_words(name: str, text: str) -> None:
         raise WrongUsage(f"the {name} is empty. Give some words to search for.")
 
 
-def _filters(options: list[str]) -> dict[str, list[Any]]:
-    """The values of each key in the `--where` options. WrongUsage."""
+def _filters(options: list[str]) -> dict[str, Any]:
+    """The values of each key in the `--where` options, or its operators. WrongUsage."""
     import orjson
 
-    filters: dict[str, list[Any]] = {}
+    from undertow.engine.search.where import Where
+
+    filters: dict[str, Any] = {}
     for option in options:
         key, equals, text = option.partition("=")
         if not (key and equals):
@@ -171,7 +174,13 @@ def _filters(options: list[str]) -> dict[str, list[Any]]:
             value = orjson.loads(text)
         except orjson.JSONDecodeError:
             value = text
-        filters.setdefault(key, []).append(value if isinstance(value, str | int | float | bool) else text)
+        given = filters.setdefault(key, value if isinstance(value, dict) else [])
+        if isinstance(given, list) and not isinstance(value, dict):
+            given.append(value if isinstance(value, str | int | float | bool) else text)
+        elif given is not value:
+            raise WrongUsage(f"--where {key!r:.80} has operators beside another --where. Give it once.")
+    with wrong_usage("--where"):
+        Where.of(filters)
     return filters
 
 

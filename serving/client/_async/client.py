@@ -131,8 +131,9 @@ class AsyncClient:
     ) -> Found:
         """The memories nearest to a query, with scores of at least `threshold`.
 
-        `top_k`: None for the number of each kind in the service's settings. `explain`: with the parts of each
-        score, and what was left out and why.
+        `top_k`: None for the number of each kind in the service's settings. `filters`: for each metadata key
+        a value, a list of accepted ones, or an object of operators, such as {"$gte": 3, "$lt": 9}; see
+        `MemoryApi.search`. `explain`: with the parts of each score, and what was left out and why.
         """
         body = given(
             query=query,
@@ -198,10 +199,12 @@ class AsyncClient:
         limit: int = 100,
         after: str | None = None,
     ) -> Page:
-        """At most `limit` memories in creation order, behind the cursor `after` of another page."""
+        """At most `limit` memories in creation order, behind the cursor `after` of another page.
+
+        `filters`: as those of `search`.
+        """
         query: dict[str, Any] = {"kind": kinds, "since": in_iso(since), "until": in_iso(until)}
-        query |= {"limit": limit, "after": after}
-        query |= {f"filter.{key}": value for key, value in (filters or {}).items()}
+        query |= {"filters": dict(filters) if filters else None, "limit": limit, "after": after}
         call = reading(of_tenant(tenant, "memories"), **query)
         return await self._read(Page, call)
 

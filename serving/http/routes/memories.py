@@ -16,12 +16,12 @@ from undertow.engine.base.queries import (
     ListQuery,
     UpdateCommand,
 )
-from undertow.engine.search.metadata_index import Where
+from undertow.engine.search.where import Where
 from undertow.serving.auth.principal import Scope
 from undertow.serving.client.results import Changed, Kind, Listed, Memory, Page
 from undertow.serving.http.problems import bad_field
 from undertow.serving.http.routes.access import Access, GuardedRoute
-from undertow.serving.http.routes.schemas import AllDeleted, MomentText, UpdateRequest
+from undertow.serving.http.routes.schemas import AllDeleted, FiltersText, MomentText, UpdateRequest
 from undertow.serving.http.service import Again, MemoryId, Sender, Served, Tenant
 
 router = APIRouter(route_class=GuardedRoute, tags=["memories"])
@@ -38,6 +38,7 @@ async def list_(
     tenant: Tenant,
     service: Served,
     kind: Annotated[list[Kind] | None, Query(description="Repeatable; default: all kinds.")] = None,
+    filters: Annotated[FiltersText | None, Query()] = None,
     since: Annotated[MomentText | None, Query()] = None,
     until: Annotated[MomentText | None, Query()] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
@@ -47,11 +48,11 @@ async def list_(
 
     `filter.KEY=VALUE` selects turns with that value of a metadata key, and memories made from them; repeated
     for one key it means any of the values; at most 16 keys, with 64 values each. A value that parses as a
-    JSON number, true or false matches that too.
+    JSON number, true or false matches that too. `filters` takes what `filters` of a search takes, as JSON.
     """
     if limit > service.settings.max_page:
         raise bad_field("limit", f"is {limit}; ask for at most {service.settings.max_page:,}.")
-    query = ListQuery(tenant, kind, since, until, _filters(request) or None, limit, after)
+    query = ListQuery(tenant, kind, since, until, _filters(request, filters) or None, limit, after)
     page = await service.memories.call(query)
     listed = {"results": [_view(report) for report in page.items], "next": page.after}
     # FastAPI would check a thousand memories against their model, on the event loop
@@ -117,17 +118,20 @@ def _view(report: Mapping[str, Any]) -> dict[str, Any]:
     return {"memory": "", **{names.get(k, k): value for k, value in report.items() if k != "tenant"}}
 
 
-def _filters(request: Request) -> dict[str, list[Any]]:
-    """The metadata filters of a query string. Problem 422: too many."""
+def _filters(request: Request, text: str | None) -> dict[str, Any]:
+    """The metadata filters of a query string, beside those given as JSON. Problem 422: too many, or twice."""
     where: dict[str, list[Any]] = {}
     for name, value in request.query_params.multi_items():
         if name.startswith(FILTER):
             where.setdefault(name.removeprefix(FILTER), []).extend([value, *_scalar(value)])
+    given: dict[str, Any] = orjson.loads(text) if text else {}
+    if twice := [key for key in given if key in where]:
+        raise bad_field(f"filter.{twice[0]}", "is given as filters too. Give it once.")
     try:
-        Where.of(where)
+        Where.of(both := {**given, **where})
     except ValueError as error:
         raise bad_field("filter", str(error)) from None
-    return where
+    return both
 
 
 def _scalar(text: str) -> list[Any]:

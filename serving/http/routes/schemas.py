@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
+import orjson
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -16,14 +17,16 @@ from pydantic import (
     StrictFloat,
     StrictInt,
     StrictStr,
+    TypeAdapter,
     WithJsonSchema,
     model_validator,
 )
 
 from undertow.engine.base.limits import MAX_FILTER_KEYS, MAX_FILTER_VALUES, MAX_MESSAGES, MAX_QUERY_CHARS
 from undertow.engine.base.model import AnswerMode
+from undertow.engine.base.queries import FilterOperator
 from undertow.engine.base.timestamps import ACCEPTED, parse_timestamp
-from undertow.engine.search.metadata_index import Where
+from undertow.engine.search.where import Where
 from undertow.serving.client.results import Added, AddedItem, Hit, Kind, Model
 
 MESSAGE_SCHEMA = {
@@ -50,6 +53,14 @@ def _filters(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _filters_text(text: str) -> str:
+    filters = orjson.loads(text)
+    if not isinstance(filters, dict):
+        raise ValueError('is no JSON object. Give one such as {"topic": "work"}.')
+    Where.of(filters)
+    return text
+
+
 Moment = Annotated[
     StrictStr | StrictInt | StrictFloat,  # true is no second
     AfterValidator(_moment),
@@ -64,15 +75,27 @@ Messages = Annotated[
         description="Messages of one session, in order. A user message and its reply make one turn.",
     ),
 ]
+Scalar = str | int | float | bool
+Wanted = Scalar | list[Scalar]
+FILTERS_SCHEMA = TypeAdapter(dict[str, Wanted | dict[FilterOperator, Wanted]]).json_schema()
 Filters = Annotated[
     dict[str, Any],
     AfterValidator(_filters),
+    WithJsonSchema({**FILTERS_SCHEMA, "maxProperties": MAX_FILTER_KEYS}),
     Field(
-        description="For each metadata key the value that a turn must have, or a list of accepted values. An "
+        description="For each metadata key the value that a turn must have, a list of accepted values, or an "
+        "object of operators that must all hold: $eq, $ne, $gt, $gte, $lt, $lte, $in (a list), $prefix. An "
         "episode or a fact passes if one of its source turns does. Values compare as in JSON: 1 equals 1.0, "
-        f'but neither true nor "1". At most {MAX_FILTER_KEYS} keys, with {MAX_FILTER_VALUES} values each.',
-        examples=[{"topic": ["sailing", "work"], "rating": 5}],
+        'but neither true nor "1". Ranges compare numbers with numbers and text with text, by code points. A '
+        "turn without the key passes $ne alone. "
+        f"At most {MAX_FILTER_KEYS} keys, with {MAX_FILTER_VALUES} values each.",
+        examples=[{"topic": ["sailing", "work"], "rating": {"$gte": 3, "$lt": 9}}],
     ),
+]
+FiltersText = Annotated[
+    str,
+    AfterValidator(_filters_text),
+    Field(description="JSON, as `filters` of a search.", examples=['{"rating": {"$gte": 3}}']),
 ]
 Words = Annotated[str, Field(min_length=1, pattern=r"\S")]
 Query = Annotated[Words, Field(max_length=MAX_QUERY_CHARS)]

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import gc
+import operator
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import orjson
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Message, Turn
 from undertow.engine.base.results import Receipt
 from undertow.engine.search import metadata_index as metadata_module
-from undertow.engine.search.metadata_index import KEYS_KEPT
+from undertow.engine.search.metadata_index import KEYS_KEPT, MetadataIndex
+from undertow.engine.search.where import Where
+from undertow.engine.tenants.tenant import Tenant
 
 from ...support.engine import NEVER, open_engine
 from ...support.faults.harness import TOPICS
@@ -173,6 +179,16 @@ def test_a_tenant_with_an_index_is_searched_exactly(tmp_path: Path) -> None:
         ({"a": [1, {}]}, "'a' is {}"),
         ({f"key {n}": 1 for n in range(17)}, "at most 16"),
         ({"a": list(range(65))}, "at most 64"),
+        ({"a": {"$in": ["x"] * 64, "$ne": "y"}}, "'a' has 65 values.*at most 64"),
+        ({"a": {}}, "'a' is {}, with no operator. Name one of \\$eq"),
+        ({"a": {"$gt": 1, "gt": 1}}, "'a' has the operator 'gt'. Use one of \\$eq, "),
+        ({"a": {"$gt": True}}, "'a' \\$gt is True. Compare with a number or with text"),
+        ({"a": {"$lte": float("nan")}}, "'a' \\$lte is nan. Compare"),
+        ({"a": {"$prefix": 5}}, "'a' \\$prefix is 5. Give the text"),
+        ({"a": {"$in": 5}}, "'a' \\$in is 5. Give a list"),
+        ({"a": {"$in": []}}, "'a' \\$in has an empty list"),
+        ({"a": {"$eq": [1]}}, "'a' \\$eq is \\[1\\]. Give text, a number, true or false.$"),
+        ({"a": {"$ne": None}}, "'a' \\$ne is None. Give text"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(where: dict[str, Any], match: str, engine: Engine) -> None:
@@ -222,3 +238,113 @@ def test_metadata_is_read_once_and_kept_within_bounds(
         engine.tenants.evict("ann")
         gc.collect()
         assert len(engine.ranker._metadata) == 0, "it goes with the tenant's live state"
+
+
+# ---- operators, against a plain reading of each
+
+NUMBERS = st.one_of(
+    st.integers(-3, 3),
+    st.integers(-(2**63), 2**64 - 1),
+    st.sampled_from([2**53, 2**53 + 1, float(2**53)]),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+TEXTS = st.one_of(st.text("abü\U0001f600", max_size=3), st.text(max_size=4).filter(str.isprintable))
+SCALARS = st.one_of(NUMBERS, TEXTS, st.booleans())
+ODD = st.sampled_from([None, [], [1], ["a"], {}, {"a": 1}])
+WORLDS = st.lists(st.fixed_dictionaries({}, optional={"a": SCALARS | ODD, "b": SCALARS}), max_size=30)
+OPERATED = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(("$eq", "$ne"), SCALARS),
+        **dict.fromkeys(("$gt", "$gte", "$lt", "$lte"), NUMBERS | TEXTS),
+        "$in": st.lists(SCALARS, min_size=1, max_size=4),
+        "$prefix": TEXTS,
+    },
+).filter(bool)
+ASKED = st.dictionaries(st.sampled_from("ab"), OPERATED | SCALARS | st.lists(SCALARS, min_size=1, max_size=3))
+ORDERS: dict[str, Callable[[Any, Any], bool]] = {
+    "$gt": operator.gt,
+    "$gte": operator.ge,
+    "$lt": operator.lt,
+    "$lte": operator.le,
+}
+
+
+def meets(value: Any, name: str, bound: Any) -> bool:
+    """One operator, of a value as it stands in the metadata; None: it is missing."""
+    if name in ("$eq", "$ne"):
+        return same(value, bound) == (name == "$eq")
+    if name == "$in":
+        return any(same(value, one) for one in bound)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return False
+    if isinstance(value, str) != isinstance(bound, str):
+        return False
+    return str(value).startswith(bound) if name == "$prefix" else ORDERS[name](value, bound)
+
+
+def meets_all(metadata: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
+    return all(
+        all(meets(metadata.get(key), name, bound) for name, bound in asked.items())
+        if isinstance(asked, dict)
+        else passes(metadata, {key: asked})
+        for key, asked in where.items()
+    )
+
+
+class Logged:
+    """Of a tenant what the index reads: its turns' payloads."""
+
+    def __init__(self) -> None:
+        self.payloads: list[bytes] = []
+
+    @property
+    def seq_by_row(self) -> range:
+        return range(len(self.payloads))
+
+    def payload(self, seq: int) -> bytes:
+        return self.payloads[seq]
+
+    def add(self, world: list[Metadata]) -> None:
+        self.payloads += [orjson.dumps({"metadata": metadata}) for metadata in world]
+
+
+@given(first=WORLDS, more=WORLDS, wheres=st.lists(ASKED, min_size=1, max_size=3))
+@example(first=[{"a": 2**53}, {"a": 2**53 + 1}], more=[], wheres=[{"a": {"$gt": float(2**53)}}])
+@example(first=[{"a": True}, {"a": 1}, {}], more=[{"a": "1"}], wheres=[{"a": {"$ne": 1}}])
+@example(first=[{"a": "\U0010ffff"}, {"a": ""}], more=[{"a": "a"}], wheres=[{"a": {"$prefix": ""}}])
+def test_operators_are_read_as_written(
+    first: list[Metadata], more: list[Metadata], wheres: list[Any]
+) -> None:
+    tenant, index, world = Logged(), MetadataIndex(), first + more
+    for added in (first, more):  # the second time it follows the log
+        tenant.add(added)
+        for where in wheres:
+            passing = index.passing(cast(Tenant, tenant), Where.of(where)).tolist()
+            assert passing == [meets_all(metadata, where) for metadata in world[: len(passing)]]
+    assert len(passing) == len(world)
+
+
+OPERATED_WHERES: list[dict[str, Any]] = [
+    {"topic": {"$prefix": "w"}},
+    {"n": {"$gt": 0, "$lte": 2.5}},
+    {"n": {"$ne": 1}, "topic": {"$in": ["work", 1, True]}},
+    {"topic": {"$gte": "home"}, "n": ["work", 2.5, 1, ""]},
+    {"no such key": {"$ne": 1}, "topic": "work"},
+    {"topic": {"$lt": "1"}},
+]
+
+
+def test_a_search_by_operators_is_the_search_cut_down(engine: Engine) -> None:
+    metadata = some_metadata(60, 5)
+    with engine:
+        add_beside_a_large_tenant(engine, metadata)
+        everything = engine.search("ann", QUERY, **ALL)
+        tiers = (everything.turns, everything.episodes, everything.facts)
+        for where in OPERATED_WHERES:
+            kept = [
+                [hit.id for hit in hits if any(meets_all(metadata[seq], where) for seq in hit.source_seqs)]
+                for hits in tiers
+            ]
+            assert list(ids(engine, "ann", where=where, **ALL).values()) == kept, where
+            assert 0 < len(kept[0]) < 60

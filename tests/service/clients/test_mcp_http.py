@@ -94,6 +94,12 @@ async def live(client: Client, of: dict[str, str]) -> None:
     assert [hit["reason"] for hit in why["explanation"]["left_out"]] == ["count"]
     about = await done(client, "search_memories", **of, query="knee", filters={"topic": "boat"})
     assert [hit["id"] for hit in about["memories"]] == [one["id"]]
+    begins = {"filters": {"topic": {"$prefix": "bo", "$ne": "boot"}}}
+    for tool, more in (("search_memories", {"query": "knee"}), ("list_memories", {})):
+        about = await done(client, tool, **of, **more, **begins)
+        assert [memory["id"] for memory in about["memories"]] == [one["id"]]
+    wrong = {"query": "knee", "filters": {"topic": {"$gt": True}}}
+    assert "'topic' $gt is True" in await refused(client, "search_memories", **of, **wrong)
 
     shown = await done(client, "get_memory", **of, memory_id=one["id"])
     assert shown["memory"]["memory"] == f"user: {BOAT}"

@@ -43,6 +43,47 @@ def ann(client: httpx2.Client) -> None:
 
 KEYS: dict[str, Any] = {f"key {n}": n for n in range(17)}
 VALUES: dict[str, Any] = {"n": list(range(65))}
+OPERANDS: dict[str, Any] = {"n": {"$in": list(range(64)), "$lt": 3}}
+ONE = at("ann", "/memories")
+
+
+@pytest.mark.parametrize(
+    ("filters", "words"),
+    [
+        (KEYS, "at most 16"),
+        (VALUES, "at most 64"),
+        (OPERANDS, "at most 64"),
+        ({"n": {}}, "'n' is {}, with no operator"),
+        ({"n": {"$near": 1}}, "'n' has the operator '$near'. Use one of $eq, $ne"),
+        ({"n": {"$gt": None}}, "'n' $gt is None. Compare with a number"),
+        ({"n": {"$prefix": 1}}, "'n' $prefix is 1. Give the text"),
+        ({"n": {"$in": "a"}}, "'n' $in is 'a'. Give a list"),
+    ],
+)
+def test_wrong_filters_are_refused_in_words(
+    client: httpx2.Client, filters: dict[str, Any], words: str
+) -> None:
+    asked = {"query": "boat", "filters": filters}
+    for response in (
+        client.post(at("ann", "/search"), json=asked),
+        client.get(ONE, params={"filters": json.dumps(filters)}),
+    ):
+        document = is_problem(response, 422, "input")
+        assert words in document["detail"] and "filters" in document["errors"][0]["field"]
+
+
+def test_operators_filter_a_search_and_a_list(client: httpx2.Client) -> None:
+    for where, count in (({"n": {"$gte": 5, "$lt": 6}}, 1), ({"n": {"$ne": 5}}, 0), ({"m": {"$ne": 5}}, 1)):
+        found = client.post(at("ann", "/search"), json={"query": "boat", "filters": where}).json()
+        listed = client.get(ONE, params={"filters": json.dumps(where)}).json()
+        assert len(found["results"]) == len(listed["results"]) == count
+    both: dict[str, str | int] = {"filters": json.dumps({"m": {"$ne": 5}}), "filter.n": 5}
+    assert len(client.get(ONE, params=both).json()["results"]) == 1
+    twice = client.get(ONE, params={**both, "filter.m": 1})
+    assert "is given as filters too" in is_problem(twice, 422, "input")["detail"]
+    for text in ("[]", "{", "null"):
+        document = is_problem(client.get(ONE, params={"filters": text}), 422, "input")
+        assert document["errors"][0]["field"] == "filters"
 
 
 @pytest.mark.parametrize(("filters", "words"), [(KEYS, "at most 16"), (VALUES, "at most 64")])

@@ -14,6 +14,7 @@ from undertow.serving.http.problems import Problem, bad_field
 ENTITIES = ("user_id", "agent_id", "app_id", "run_id")
 PREFIXES = {"agent:": "agent_id", "app:": "app_id", "run:": "run_id"}
 NO_ENTITY = "is missing. Name whose memories: user_id, agent_id, app_id or run_id."
+OPERATORS = {"eq", "ne", "gt", "gte", "lt", "lte", "in"}
 NO_ID = "This is no id of a memory here. Take the ids that add, search and get_all return."
 
 
@@ -108,7 +109,7 @@ def _conditions(filters: Any) -> Iterator[tuple[str, str, Any]]:
                 yield "entities", key, _accepted(key, value)
             elif key == "metadata" and isinstance(value, Mapping):
                 for name, wanted in value.items():
-                    yield "metadata", name, _accepted(f"metadata.{name}", wanted)
+                    yield "metadata", name, _wanted(f"metadata.{name}", wanted)
             elif key in ("AND", "OR", "NOT"):
                 raise bad_field(
                     f"filters.{key}", "is not supported, but for one AND of conditions. Ask several times."
@@ -117,14 +118,24 @@ def _conditions(filters: Any) -> Iterator[tuple[str, str, Any]]:
                 raise bad_field(f"filters.{key}", "is no filter here. Filter by entities and by metadata.")
 
 
+def _wanted(key: str, value: Any) -> Any:
+    """A value, a list of accepted ones, or our operators for mem0's."""
+    if not isinstance(value, Mapping) or set(value) == {"in"} or not value or set(value) - OPERATORS:
+        return _accepted(key, value)
+    if any(one == "*" for one in value.values()):
+        raise bad_field(f"filters.{key}", "the wildcard * is not supported. Name the value.")
+    return {f"${operator}": one for operator, one in value.items()}
+
+
 def _accepted(key: str, value: Any) -> Any:
     if isinstance(value, Mapping) and set(value) == {"in"} and isinstance(value["in"], list):
         value = value["in"]
         if not value:
             raise bad_field(f"filters.{key}", "accepts no value, so nothing could pass. Name one at least.")
+    cure = f"one of {', '.join(sorted(OPERATORS))}" if key.startswith("metadata.") else "{'in': [...]}"
     if any(not isinstance(one, str | int | float) for one in (value if isinstance(value, list) else [value])):
         raise bad_field(
-            f"filters.{key}", "this operator is not supported. Give a value to equal, or {'in': [...]}."
+            f"filters.{key}", f"this operator is not supported. Give a value to equal, or {cure}."
         )
     if value == "*" or (isinstance(value, list) and "*" in value):
         raise bad_field(f"filters.{key}", "the wildcard * is not supported. Name the value.")

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
+import orjson
+
 from undertow.engine.base.model import UnknownMemory
 from undertow.engine.tenants.registry import UnknownTenant
 from undertow.serving.http.problems import Problem, bad_field, problem_of
@@ -141,8 +143,8 @@ async def get_all(call: Call) -> Any:
         raise bad_field("page_size", f"is {size}; ask for at most {most:,}.")
     if end > MOST_LISTED:
         raise bad_field("page", f"ends beyond {MOST_LISTED:,} memories. The tenant's own route lists all.")
-    query: dict[str, Any] = {f"filter.{key}": _texts(value) for key, value in where.items()}
-    query |= {"since": body.get("start_date"), "until": body.get("end_date")}
+    filters = orjson.dumps(where).decode() if where else None
+    query = {"filters": filters, "since": body.get("start_date"), "until": body.get("end_date")}
     results, count = [], 0
     async for memory in _walked(call, tenant, query):
         if start <= count < end:
@@ -323,14 +325,6 @@ def _shown(tenant: str, memory: Mapping[str, Any]) -> dict[str, Any]:
         "updated_at": memory["timestamp"],
         "kind": memory["kind"],
     }
-
-
-def _texts(value: Any) -> list[str]:
-    """The values of a filter as a query string spells them."""
-    return [
-        str(one).lower() if isinstance(one, bool) else str(one)
-        for one in (value if isinstance(value, list) else [value])
-    ]
 
 
 def _number(call: Call, name: str, default: int) -> int:

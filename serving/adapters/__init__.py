@@ -1,0 +1,1 @@
+"""Memories for agent frameworks: one file for each framework, which that file alone imports."""
