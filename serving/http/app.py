@@ -21,7 +21,7 @@ from undertow.serving.http.openapi import TITLE, describe
 from undertow.serving.http.problems import SLUG, problem_of
 from undertow.serving.http.routes import add, admin, health, memories, search_and_answer, tenants
 from undertow.serving.http.routes.access import GuardedRoute
-from undertow.serving.http.routes.mem0.face import Mem0Face
+from undertow.serving.http.routes.mem0.face import Mem0Errors, Mem0Face
 from undertow.serving.http.service import Service
 from undertow.serving.telemetry.tracing import Tracing
 
@@ -44,6 +44,7 @@ def make_app(service: Service, tracing: Tracing | None = None) -> FastAPI:
     direct = [route for route in hot if isinstance(route, GuardedRoute) and route.access.direct]
     app.add_middleware(Mem0Face)
     app.add_middleware(Front, load=service.load, guard=service.guard, turns=service.turns, direct=direct)
+    app.add_middleware(Mem0Errors)
     app.add_middleware(
         RequestObserver, metrics=service.metrics, tenant_key=service.memories.tenant_key, tracing=tracing
     )

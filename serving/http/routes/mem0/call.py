@@ -32,12 +32,22 @@ class Call:
         self._scope = scope
         self._receive = receive
         self._large = False
+        self._body: dict[str, Any] | None = None
         self.params = {name: decoded(name, text) for name, text in params.items()}
         self.query = _query(scope["query_string"])
         self.service: Service = scope["app"].state.service
 
     async def body(self) -> dict[str, Any]:
         """The request's JSON object. Problem 4xx, as of any body."""
+        if self._body is None:
+            self._body = await self._read()
+        return self._body
+
+    def replace(self, body: dict[str, Any]) -> None:
+        """Go on as if the request had this body."""
+        self._body = body
+
+    async def _read(self) -> dict[str, Any]:
         settings, key_id = self.service.settings, sender_of(self._scope).key_id
         limits = settings.max_body_bytes, settings.body_timeout_s
         # the requests that it becomes count for the tenant

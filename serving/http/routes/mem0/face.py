@@ -14,7 +14,7 @@ import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from undertow.serving.http.problems import PROBLEM_MEDIA, Problem
-from undertow.serving.http.routes.mem0 import methods
+from undertow.serving.http.routes.mem0 import methods, own_server
 from undertow.serving.http.routes.mem0.call import Call
 
 JSON = "application/json"
@@ -64,10 +64,17 @@ ROUTES = (
         "/api/v1/orgs/*",
         "Undertow has no projects and members. A key's tenants and scopes say who may what.",
     ),
-    *(
-        Mem0Route("", path, "The routes of mem0's own server are not served. Use its MemoryClient.")
-        for path in ("/memories", "/memories/*", "/search", "/reset", "/configure*", "/entities*")
-    ),
+    Mem0Route("POST", "/memories", methods.add),
+    Mem0Route("GET", "/memories", own_server.get_all),
+    Mem0Route("DELETE", "/memories", methods.delete_all),
+    Mem0Route("GET", "/memories/{id}", methods.get),
+    Mem0Route("PUT", "/memories/{id}", own_server.update),
+    Mem0Route("DELETE", "/memories/{id}", methods.delete),
+    Mem0Route("GET", "/memories/{id}/history", methods.history),
+    Mem0Route("POST", "/search", own_server.search),
+    Mem0Route("", "/reset", "Nothing deletes all users at once. DELETE /memories?user_id=... deletes one's."),
+    Mem0Route("", "/configure*", "Undertow is configured where it is started. docs/service.md says how."),
+    Mem0Route("", "/entities*", "GET /v1/tenants lists them, and DELETE /v1/tenants/TENANT erases one."),
     Mem0Route("", "/v1/event*", "Undertow has no events. What is added is found when the response arrives."),
 )
 
@@ -84,14 +91,25 @@ class Mem0Face:
             await self._app(scope, receive, send)
             return
         route, params = found
-        # its client reads the detail of this type alone
-        scope.update({"route": route, PROBLEM_MEDIA: JSON})
+        scope["route"] = route
         if isinstance(route.serve, str):
             raise Problem(501, "no-such-feature", route.serve)
         written = orjson.dumps(await route.serve(Call(self._app, scope, receive, params)))
         headers = [(b"content-type", JSON.encode()), (b"content-length", str(len(written)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": written})
+
+
+class Mem0Errors:
+    """ASGI middleware outside the front: mem0's client reads the `detail` of application/json alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _found(scope) is not None:
+            scope[PROBLEM_MEDIA] = JSON
+        await self._app(scope, receive, send)
 
 
 def _found(scope: Scope) -> tuple[Mem0Route, dict[str, str]] | None:
