@@ -9,6 +9,7 @@ import httpx2
 import pytest
 
 from undertow.serving.auth.principal import KeyLimits, Scope
+from undertow.serving.http.routes.mem0.face import ROUTES
 
 from ...support.service.http import Running, at
 
@@ -118,6 +119,15 @@ def test_keys_hold(running: Running, client: httpx2.Client) -> None:
         assert refused.status_code == 403, path
         assert "secret" not in refused.text
     assert client.get(f"/memories/{theirs['id']}").json()["memory"] == "user: a secret"
+
+
+def test_every_route_needs_a_key(running: Running) -> None:
+    client = running.client_of(None)
+    for route in ROUTES:
+        path = route.path.replace("*", "x").format(id="x", type="user", name="x")
+        told = client.request(route.verb or "GET", path, content=b"not read")
+        assert (told.status_code, told.headers["content-type"]) == (401, "application/json")
+        assert "Send your key" in told.json()["detail"]
 
 
 def test_the_client_tells_what_the_front_refuses(
