@@ -58,6 +58,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "doctor": check.doctor,
     "demo": check.demo,
+    "quickstart": check.quickstart,
 }
 
 app = typer.Typer(

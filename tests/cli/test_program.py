@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -135,3 +136,19 @@ def test_the_program_runs_as_a_process(tmp_path: Path, log: Path) -> None:
     env = ENV | {"PATH": "/usr/bin:/bin"}
     closed = subprocess.run(export, shell=True, env=env, capture_output=True, text=True)
     assert (len(closed.stdout), closed.stderr) == (10, "")
+
+
+def test_the_first_minute_needs_no_llm() -> None:
+    done = run("quickstart", "--json", env={"UNDERTOW_THETA_SIM": "0.4"})
+    assert done.code == 0
+    assert (done.doc["turns"], len(done.doc["searches"])) == (60, 3)
+    for search in done.doc["searches"]:
+        words = {word.partition(" ~ ")[0] for word in search["matched"]}
+        assert words and words <= set(re.findall(r"\w+", search["query"].lower()))
+        assert any(word in search["found"].lower() for word in words)
+    shown = run("quickstart", env={"UNDERTOW_THETA_SIM": "0.4"}).out
+    assert "no LLM call" in shown and shown.count("Why     score") == 3
+    assert f": first at turn {done.doc['recurred_at']}." in shown
+    assert shown.count("\n  turn ") == 5
+    rare = run("quickstart", env={"UNDERTOW_THETA_SIM": "1"}).out
+    assert "No topic comes back" in rare

@@ -123,3 +123,14 @@ def demo(models: opt.Models = opt.NO_MODELS, as_json: opt.AsJson = False) -> Non
     figures = run(settings, console(stderr=as_json))
     if as_json:
         put_json(figures)
+
+
+def quickstart(encoder: opt.EncoderName = None, as_json: opt.AsJson = False) -> None:
+    """Store a small conversation without an LLM, search it, and see why it was found and what recurs."""
+    from undertow.serving.demo.quickstart import run
+
+    settings = opt.settings_of(llm="off", encoder=encoder, salience_turns=0)
+    opt.check_settings(settings)
+    figures = run(settings, console(stderr=as_json))
+    if as_json:
+        put_json(figures)
