@@ -41,7 +41,7 @@ WORD = re.compile(r"[a-z][a-z0-9_.-]{0,39}")
 FORMS = {
     "act_id": re.compile(r"[0-9a-f]{16}"),
     "act": WORD,
-    "by": re.compile(rf"[0-9a-f]{{12}}|local:[0-9]{{1,10}}|{WITHOUT_KEY}"),
+    "by": re.compile(rf"[0-9a-f]{{12}}|oidc-[0-9a-f]{{16}}|local:[0-9]{{1,10}}|{WITHOUT_KEY}"),
     "tenant_key": re.compile(r"[0-9a-f]{32}"),
     "key_id": re.compile(r"[0-9a-f]{12}"),
     "error": re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,79}"),
@@ -63,7 +63,8 @@ class AuditOutcome(StrEnum):
 class Entry:
     """An act. Its code adds what becomes known meanwhile, such as `counts`.
 
-    `by`: a key's id, `local:UID` of a command's user, or WITHOUT_KEY. `act`: a word, such as erase.
+    `by`: a key's id, `oidc-HASH` of a token's subject, `local:UID` of a command's user, or WITHOUT_KEY.
+    `act`: a word, such as erase.
     `tenant_key`: StoreInfo.tenant_key of the tenant concerned; `key_id`: the key concerned.
     """
 

@@ -20,6 +20,8 @@ from undertow.serving.auth.authenticator import Authenticator
 from undertow.serving.auth.key_file import FILE_NAME as KEYS_NAME
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.limits import RequestRates
+from undertow.serving.auth.oidc import TokenVerifier
+from undertow.serving.auth.principal import KeyLimits
 from undertow.serving.client import AsyncClient
 from undertow.serving.http.app import make_app
 from undertow.serving.http.mcp_endpoint import HERE, in_process
@@ -74,7 +76,7 @@ def hosted(
         service = Service(
             memories,
             state,
-            guard=_guard(stack, files.keys),
+            guard=_guard(stack, files.keys, settings or ServiceSettings()),
             budgets=TokenBudgets(state),
             audit=AuditLog(files.audit),
             key_file=None if files.keys is None else KeyFile(files.keys),
@@ -84,12 +86,22 @@ def hosted(
         yield make_app(service, tracing())
 
 
-def _guard(stack: ExitStack, keys_path: Path | None) -> Guard:
+def _guard(stack: ExitStack, keys_path: Path | None, settings: ServiceSettings) -> Guard:
     if keys_path is None:
+        if settings.oidc_issuer is not None:
+            raise UndertowError("an OIDC issuer and --insecure-no-auth exclude each other: leave one out")
         return OpenGuard()
     keys = Authenticator(keys_path)
     stack.callback(keys.close)
-    return KeyGuard(keys, RequestRates())
+    tokens = None
+    if settings.oidc_issuer is not None and settings.oidc_audience is not None:
+        limits = KeyLimits(requests_per_s=settings.oidc_requests_per_s)
+        try:
+            tokens = TokenVerifier(settings.oidc_issuer, settings.oidc_audience, limits)
+        except ValueError as error:
+            raise UndertowError(f"UNDERTOW_SERVICE_OIDC_ISSUER: {error}") from None
+        stack.callback(tokens.close)
+    return KeyGuard(keys, RequestRates(), tokens)
 
 
 def run(

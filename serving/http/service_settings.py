@@ -57,6 +57,12 @@ class ServiceSettings(BaseSettings):
     # how long to keep jobs that ended, and responses to requests with an Idempotency-Key
     keep_s: float = Field(default=86_400.0, gt=0)
 
+    # an OpenID Connect issuer, whose access tokens for this audience are taken beside keys; and the requests
+    # a second of each of its subjects
+    oidc_issuer: str | None = None
+    oidc_audience: str | None = None
+    oidc_requests_per_s: float | None = Field(default=None, gt=0)
+
     # at shutdown: how long /health/ready reports it before connections are refused, even without requests;
     # and how long requests under way may take
     drain_notice_s: float = Field(default=1.0, ge=0)
@@ -67,6 +73,12 @@ class ServiceSettings(BaseSettings):
     def _every_variable_is_a_setting(cls, given: Any) -> Any:
         refuse_unknown(PREFIX, cls.model_fields)
         return given
+
+    @model_validator(mode="after")
+    def _issuer_has_an_audience(self) -> Self:
+        if (self.oidc_issuer is None) != (self.oidc_audience is None):
+            raise ValueError("oidc_issuer and oidc_audience go together: tokens for others must be refused")
+        return self
 
     @model_validator(mode="after")
     def _bounds_fit(self) -> Self:

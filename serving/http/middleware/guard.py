@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from undertow.serving.auth.audit import WITHOUT_KEY
 from undertow.serving.auth.authenticator import Authenticator, KeyRefused
 from undertow.serving.auth.limits import RequestRates
+from undertow.serving.auth.oidc import KeysUnread, TokenVerifier
 from undertow.serving.auth.principal import NO_LIMITS, Principal, Scope, TenantScope
 from undertow.serving.http.problems import Problem
 
@@ -24,6 +25,8 @@ NOT_LOOPBACK = (
 )
 # an IPv6 address in brackets, or a name or IPv4 address; and a port
 HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+))(?::[0-9]{1,5})?")
+# three parts in URL-safe base64; a key has no dots
+JWT = re.compile(r"[\w-]+\.[\w-]+\.[\w-]+", re.ASCII)
 ANYONE = Principal(WITHOUT_KEY, "", TenantScope(all_tenants=True), frozenset(Scope), NO_LIMITS)
 
 
@@ -36,21 +39,25 @@ class Guard(Protocol):
 
 
 class KeyGuard:
-    """Requires a key. Every request with a valid key counts against its rate, rejected input included."""
+    """Requires a key, or a token. A request with a valid one counts against its rate, bad input included."""
 
-    def __init__(self, keys: Authenticator, rates: RequestRates) -> None:
+    def __init__(self, keys: Authenticator, rates: RequestRates, tokens: TokenVerifier | None = None) -> None:
         self._keys = keys
         self._rates = rates
+        self._tokens = tokens
 
     def admit(self, headers: Headers) -> Principal:
         text = key_text(headers)
         if text is None:
             raise Problem(401, "no-key", NO_KEY, headers=CHALLENGE)
         try:
-            principal = self._keys.check(text)
+            holders = self._tokens if self._tokens is not None and JWT.fullmatch(text) else self._keys
+            principal = holders.check(text)
         except KeyRefused as refused:
             log.info("key refused: %s", refused.reason)
             raise Problem(401, "key-refused", str(refused), headers=CHALLENGE) from None
+        except KeysUnread as unread:
+            raise Problem(503, "issuer", f"{unread} Try again.", retry_after_s=1) from None
         wait_s = self._rates.take(principal)
         if wait_s:
             words = "This key sends more requests than it may. Wait."

@@ -267,8 +267,8 @@ async def test_a_forgotten_job_does_not_begin(state: StateDb, tmp_path: Path) ->
 
 @pytest.mark.anyio
 async def test_jobs_and_their_bodies_are_bounded(state: StateDb) -> None:
-    bounds = {"max_jobs": 3, "max_job_bytes": 2_048, "max_import_bytes": 2_048}
-    jobs = Late(state, ServiceSettings(**bounds))
+    bounds = ServiceSettings(max_jobs=3, max_job_bytes=2_048, max_import_bytes=2_048)
+    jobs = Late(state, bounds)
     await jobs.accept("import", "ann", "ann", "k", b"x" * 1_500)
     with pytest.raises(Problem, match="imported") as full:
         await jobs.accept("import", "bob", "bob", "k", b"x" * 600)

@@ -1,0 +1,254 @@
+"""Tokens of an OIDC issuer beside keys. It signs with joserfc; the service checks with another library."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import threading
+import time
+from base64 import urlsafe_b64encode
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from joserfc import jwt
+from joserfc.jwk import ECKey, RSAKey
+
+from undertow.engine.base.model import UndertowError
+from undertow.serving.auth import oidc
+from undertow.serving.auth.authenticator import KeyRefused
+from undertow.serving.auth.oidc import KeysUnread, TokenVerifier
+from undertow.serving.auth.principal import NO_LIMITS
+from undertow.serving.http.service_settings import ServiceSettings
+
+from ...support.llm_servers import wait_until
+from ...support.service.http import Running, at, is_problem, said, serving
+
+AUDIENCE = "https://memories.example"
+WRITER = {"undertow_tenants": ["ann"], "scope": "openid undertow:read undertow:write"}
+
+
+class Issuer:
+    """An issuer on loopback. `keys`: those that it names now, by their ids."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, Any] = {}
+        issuer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                documents = {
+                    "/.well-known/openid-configuration": {
+                        "issuer": issuer.url,
+                        "jwks_uri": f"{issuer.url}/jwks",
+                    },
+                    "/jwks": {"keys": [key.as_dict(private=False) for key in issuer.keys.values()]},
+                }
+                body = json.dumps(documents[self.path]).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def key(self, kid: str, kind: str = "RSA") -> Any:
+        """A new key, which it names from now on."""
+        more: Any = {"kid": kid, "use": "sig"}
+        made = RSAKey.generate_key(2048, more) if kind == "RSA" else ECKey.generate_key("P-256", more)
+        self.keys[kid] = made
+        return made
+
+    def token(self, key: Any, alg: str = "RS256", header: dict[str, Any] | None = None, **claims: Any) -> str:
+        now = int(time.time())
+        usual = {
+            "iss": self.url,
+            "aud": AUDIENCE,
+            "sub": "ann@example",
+            "iat": now,
+            "exp": now + 300,
+            **WRITER,
+        }
+        body = {name: value for name, value in (usual | claims).items() if value is not None}
+        return jwt.encode({"alg": alg, "kid": key.kid, **(header or {})}, body, key, algorithms=[alg])
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture(scope="module")
+def issuer() -> Iterator[Issuer]:
+    made = Issuer()
+    made.key("rsa")
+    made.key("ec", "EC")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def running(issuer: Issuer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    bounds: dict[str, Any] = {"oidc_issuer": issuer.url, "oidc_audience": AUDIENCE}
+    with serving(tmp_path_factory.mktemp("store"), **bounds) as service:
+        key = issuer.keys["rsa"]
+        wait_until(lambda: service.client_of(issuer.token(key)).get("/v1/tenants").status_code != 503)
+        yield service
+
+
+def searched(running: Running, token: str, tenant: str = "ann") -> httpx2.Response:
+    return running.client_of(token).post(at(tenant, "/search"), json={"query": "boat"})
+
+
+def test_a_token_does_what_its_claims_allow(running: Running, issuer: Issuer) -> None:
+    for kid, alg in (("rsa", "RS256"), ("ec", "ES256")):
+        client = running.client_of(issuer.token(issuer.keys[kid], alg))
+        assert client.post(at("ann", "/memories"), json={"messages": said("the boat")}).status_code == 200
+        assert client.post(at("ann", "/search"), json={"query": "boat"}).json()["results"]
+        is_problem(client.post(at("bob", "/search"), json={"query": "boat"}), 403)
+        is_problem(client.delete(at("ann", "/memories")), 403)
+        is_problem(client.get("/v1/tenants"), 403)
+    assert running.client().post(at("ann", "/search"), json={"query": "boat"}).status_code == 200, (
+        "keys as before"
+    )
+    for claims, status in (
+        ({"undertow_tenants": None, "undertow_tenant_prefix": "an"}, 200),
+        ({"undertow_tenants": None, "undertow_tenant_prefix": "b"}, 403),
+        ({"undertow_tenants": None, "undertow_all_tenants": True}, 200),
+        ({"scope": "undertow:write"}, 403),
+        ({"scope": "read write"}, 403),
+        ({"scope": None}, 403),
+        ({"aud": ["https://other.example", AUDIENCE]}, 200),
+    ):
+        assert searched(running, issuer.token(issuer.keys["rsa"], **claims)).status_code == status, claims
+
+
+NOW = int(time.time())
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        {"iss": "https://evil.example"},
+        {"iss": None},
+        {"aud": "https://other.example"},
+        {"aud": None},
+        {"exp": NOW - 3_600},
+        {"exp": None},
+        {"nbf": NOW + 3_600},
+        {"sub": None},
+        {"undertow_tenants": None},
+        {"undertow_tenants": []},
+        {"undertow_tenants": "ann"},
+        {"undertow_tenants": ["ann"], "undertow_all_tenants": True},
+        {"undertow_tenants": None, "undertow_tenant_prefix": ""},
+        {"undertow_tenants": None, "undertow_all_tenants": "yes"},
+    ],
+    ids=str,
+)
+def test_a_token_with_other_claims_is_refused(
+    running: Running, issuer: Issuer, claims: dict[str, Any]
+) -> None:
+    refused = is_problem(searched(running, issuer.token(issuer.keys["rsa"], **claims)), 401, "key-refused")
+    assert "ann@example" not in str(refused)
+
+
+def test_a_token_that_the_issuer_did_not_sign_is_refused(running: Running, issuer: Issuer) -> None:
+    good = issuer.token(issuer.keys["rsa"])
+    head, body, signature = good.split(".")
+    other = issuer.token(issuer.keys["rsa"], undertow_all_tenants=True, undertow_tenants=None).split(".")[1]
+    stranger = RSAKey.generate_key(2048, {"kid": "rsa"})
+    # its public key as a shared secret, and no signature at all
+    signed = f"{part({'alg': 'HS256', 'kid': 'rsa'})}.{body}".encode()
+    public = issuer.keys["rsa"].as_pem(private=False)
+    digest = urlsafe_b64encode(hmac.digest(public, signed, "sha256")).decode().rstrip("=")
+    for token in (
+        f"{head}.{other}.{signature}",
+        f"{head}.{body}.{signature[:-4]}AAAA",
+        issuer.token(stranger),
+        f"{signed.decode()}.{digest}",
+        f"{part({'alg': 'none', 'kid': 'rsa'})}.{body}.{signature}",
+        f"{part({'alg': 'none', 'kid': 'rsa'})}.{body}.",
+        issuer.token(issuer.keys["ec"], "ES256", {"kid": "rsa"}),
+        "a.b.c",
+    ):
+        is_problem(searched(running, token), 401, "key-refused")
+
+
+def part(document: dict[str, str]) -> str:
+    return urlsafe_b64encode(json.dumps(document).encode()).decode().rstrip("=")
+
+
+def test_rotated_keys(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new key is taken once it was read; a token of one that the issuer has dropped is refused."""
+    monkeypatch.setattr(oidc, "SOONEST_S", 0.0)
+    first = issuer.key("first")
+    verifier = TokenVerifier(issuer.url, AUDIENCE, NO_LIMITS)
+    try:
+        wait_until(lambda: accepted(verifier, issuer.token(first)))
+        del issuer.keys["first"]
+        second = issuer.key("second")
+        with pytest.raises(KeysUnread):
+            verifier.check(issuer.token(second))
+        wait_until(lambda: accepted(verifier, issuer.token(second)))
+        assert not accepted(verifier, issuer.token(first))
+    finally:
+        verifier.close()
+        issuer.keys.pop("second", None)
+
+
+def accepted(verifier: TokenVerifier, token: str) -> bool:
+    try:
+        return verifier.check(token).key_id.startswith("oidc-")
+    except (KeyRefused, KeysUnread):
+        return False
+
+
+def test_while_the_issuer_is_down_its_last_keys_and_our_own_stay(tmp_path: Path) -> None:
+    issuer = Issuer()
+    key = issuer.key("only")
+    bounds: dict[str, Any] = {"oidc_issuer": issuer.url, "oidc_audience": AUDIENCE}
+    with serving(tmp_path / "before", **bounds) as service:
+        client = service.client_of(issuer.token(key))
+        wait_until(lambda: client.get("/v1/tenants").status_code == 403)
+        issuer.close()
+        assert client.get("/v1/tenants").status_code == 403, "known still"
+    with serving(tmp_path / "after", **bounds) as service:
+        waits = service.client_of(issuer.token(key)).get("/v1/tenants")
+        assert (waits.status_code, waits.headers["retry-after"]) == (503, "1")
+        assert service.client().get("/v1/tenants").status_code == 200
+
+
+def test_subjects_have_rates_of_their_own(issuer: Issuer, tmp_path: Path) -> None:
+    bounds: dict[str, Any] = {
+        "oidc_issuer": issuer.url,
+        "oidc_audience": AUDIENCE,
+        "oidc_requests_per_s": 0.01,
+    }
+    with serving(tmp_path, **bounds) as service:
+        key = issuer.keys["rsa"]
+        clients = [service.client_of(issuer.token(key, sub=sub)) for sub in ("one", "two")]
+        wait_until(lambda: clients[0].get("/v1/tenants").status_code == 403)
+        is_problem(clients[0].get("/v1/tenants"), 429, "rate")
+        is_problem(clients[1].get("/v1/tenants"), 403)
+
+
+def test_settings_that_would_take_anybodys_tokens_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="go together"):
+        ServiceSettings(oidc_issuer="https://i.example")
+    with pytest.raises(ValueError, match="go together"):
+        ServiceSettings(oidc_audience=AUDIENCE)
+    for url in ("http://issuer.example", "ftp://127.0.0.1", "issuer"):
+        with pytest.raises(ValueError, match="no https URL"):
+            TokenVerifier(url, AUDIENCE, NO_LIMITS)
+    with (
+        pytest.raises(UndertowError, match="exclude each other"),
+        serving(tmp_path, open_to_all=True, oidc_issuer="https://i.example", oidc_audience=AUDIENCE),
+    ):
+        pass
