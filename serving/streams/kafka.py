@@ -30,6 +30,8 @@ DEFAULTS = {
     "partition.assignment.strategy": "cooperative-sticky",
     # bounds the messages that are fetched ahead
     "queued.max.messages.kbytes": "32768",
+    # critical; we report errors ourselves
+    "log_level": "2",
 }
 PROBE_S, DELIVERY_MS, CLOSE_S = 2.0, 30_000, 10.0
 # of a commit: the partitions are read again, by us or by another member
@@ -143,6 +145,11 @@ class KafkaSource(Source):
         return self._owned is not None and self._owned <= self._ended and not self._early
 
     # ---- the group
+
+    @property
+    def partitions(self) -> frozenset[Partition]:
+        """Those that this member has now."""
+        return frozenset(self._owned or ())
 
     def _assign(self, _: Any, partitions: Sequence[TopicPartition]) -> None:
         added = {(p.topic, p.partition) for p in partitions}
