@@ -94,13 +94,17 @@ class RedisSource(Source):
     # ---- reading
 
     def read(self, most: int, wait_s: float) -> list[Delivery]:
-        with self._errors():
-            self._make_group()
-            if self._own is not None and (entries := self._pending(most)):
-                return entries
-            if time.monotonic() >= self._claim_due_s and (entries := self._claimed(most)):
-                return entries
-            return self._entries(b">", most, max(int(wait_s * 1_000), 1))
+        try:
+            with self._errors():
+                self._make_group()
+                if self._own is not None and (entries := self._pending(most)):
+                    return entries
+                if time.monotonic() >= self._claim_due_s and (entries := self._claimed(most)):
+                    return entries
+                return self._entries(b">", most, max(int(wait_s * 1_000), 1))
+        except Unavailable:
+            self._own = BEGINNING  # the reply may be lost, and what it held is ours
+            raise
 
     def _make_group(self) -> None:
         """Make the group, from the stream's beginning, if it is missing."""

@@ -11,7 +11,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.encoders.factory import make_encoder
 
-from ...support.streams import MockKafka, RedisServer, Shared
+from ...support.service.streams import MockKafka, RedisServer, Shared
 
 
 @pytest.fixture

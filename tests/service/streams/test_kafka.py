@@ -14,7 +14,7 @@ from undertow.serving.streams.kafka import KafkaSource
 
 from ...support.cli import Ran, run
 from ...support.cluster.processes import Command
-from ...support.streams import (
+from ...support.service.streams import (
     TENANTS,
     MockKafka,
     Shared,

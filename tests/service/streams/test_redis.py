@@ -17,7 +17,7 @@ from undertow.serving.streams.redis_streams import RedisSource
 
 from ...support.cli import Ran, run, tenants
 from ...support.cluster.processes import Command
-from ...support.streams import (
+from ...support.service.streams import (
     TENANTS,
     RedisServer,
     Shared,

@@ -27,8 +27,8 @@ from undertow.engine.base.results import TableReport
 from undertow.engine.storage.journal import Journal
 from undertow.engine.tenants.registry import ArenaFull
 
-from .cli import TOPICS, contents, run, turn_line, write_log
-from .cluster.processes import Command
+from ..cli import TOPICS, contents, run, turn_line, write_log
+from ..cluster.processes import Command
 
 WAIT_S = 60.0
 TENANTS = ("ada", "bo", "cy")
