@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -33,13 +35,19 @@ class TableCalls(SearchCalls):
         InputError names the row, from 1 on, the field and the cure: no turn of its record batch and of later
         ones is stored. ArenaFull: see `step`; the turns of earlier steps may have been stored.
         """
+        return self.add_turns(
+            turns_of_rows(table, source, self.settings.max_message_bytes, self.store_encoder)
+        )
+
+    def add_turns(self, tables: Iterable[pa.Table]) -> TableReport:
+        """As `add_table`, of tables of TURNS (engine/storage/row_codec.py), as the readers make them."""
         count = new = 0
         try:
-            for turns in turns_of_rows(table, source, self.settings.max_message_bytes, self.store_encoder):
+            for turns in tables:
                 self.tenants.require_here(pc.unique(turns.column("tenant")).to_pylist())
                 new += self._queue(TurnColumns.of_table(turns))
                 count += turns.num_rows
-        finally:  # the record batches before a refused one are stored
+        finally:  # the tables before a refused one are stored
             while not self.scheduler.inbox.is_empty and self._failure is None:
                 new += self._store_batch()
         return TableReport(count, new)

@@ -7,6 +7,8 @@ EXTRA_OF = {
     "ray": "cluster",
     **dict.fromkeys(("fastapi", "httptools", "opentelemetry", "prometheus_client", "uvicorn"), "serve"),
     **dict.fromkeys(("matplotlib", "nltk"), "eval"),
+    **dict.fromkeys(("confluent_kafka", "redis"), "streams"),
+    **dict.fromkeys(("agents", "langgraph", "llama_index"), "adapters"),
     "cupy": "gpu",
 }
 

@@ -14,7 +14,7 @@ from undertow.engine.base.model import InputError
 from undertow.engine.readers.blocks import block_of_error, blocks_of
 from undertow.engine.readers.datasets import locomo, longmemeval, read_samples
 from undertow.engine.readers.files import JSON_LINES, Format, LogFormat, detect_format, find_logs
-from undertow.engine.readers.jsonl import jsonl_blocks
+from undertow.engine.readers.jsonl import MessageReader, jsonl_blocks
 from undertow.engine.readers.messages import parse_messages
 from undertow.engine.readers.pairing import own_time, pair_chat, pair_dialogue
 from undertow.engine.readers.parquet import parquet_blocks, turns_of_rows
@@ -27,6 +27,7 @@ __all__ = [
     "Format",
     "Log",
     "LogFormat",
+    "MessageReader",
     "PackedRecord",
     "Record",
     "StoreEncoder",

@@ -1,14 +1,18 @@
-"""JSON lines (`.jsonl`, `.ndjson`, optionally gzipped), a megabyte or one line in memory at a time."""
+"""JSON lines (`.jsonl`, `.ndjson`, optionally gzipped), a megabyte or one line in memory at a time.
+
+The same records as messages of a stream: `MessageReader`.
+"""
 
 from __future__ import annotations
 
 from codecs import utf_8_decode
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.json
 from numpy.typing import NDArray
 
@@ -62,10 +66,75 @@ def _record(parser: LineParser, number: int, line: bytes | None) -> PackedRecord
     try:
         raw = orjson.loads(line.removeprefix(_BOM) if number == 1 else line)
     except orjson.JSONDecodeError as broken:
-        cure = "Write one JSON object a line, in UTF-8."
-        problem = BadInput(parser.source, number, None, f"is not JSON: {broken}", cure)
-        return PackedRecord(number, errors=(problem,))
+        return _not_json(parser, number, broken)
     return parser.record(number, raw)
+
+
+def _not_json(parser: LineParser, number: int, broken: orjson.JSONDecodeError) -> PackedRecord:
+    cure = "Write one JSON object a line, in UTF-8."
+    return PackedRecord(
+        number, errors=(BadInput(parser.source, number, None, f"is not JSON: {broken}", cure),)
+    )
+
+
+class MessageReader:
+    """Reads records that come as messages, each with what its envelope says about it."""
+
+    def __init__(self, source: str, max_message_bytes: int) -> None:
+        """`source`: the stream's name, for warnings. Unknown fields are named once."""
+        self._builder = BlockBuilder(LineParser(source, source, max_message_bytes))
+
+    def block(self, values: Sequence[bytes], tenants: Sequence[str | None], keys: Sequence[str]) -> TurnBlock:
+        """The turns of messages, at least one; positions are places in `values`, from 0 on.
+
+        `values`: a JSON object of the `messages` format each. `tenants`: whose it is where the record names
+        nobody; a record that names another one is refused. `keys`: its idempotency key where it has none.
+        """
+        parser = self._builder.parser
+
+        def odd_of(numbers: NDArray[np.int64]) -> OddRows:
+            def odd(places: NDArray[np.int64]) -> Iterator[PackedRecord]:
+                for n in numbers[places].tolist():
+                    yield _addressed_record(parser, n, values[n], tenants[n], keys[n])
+
+            return odd
+
+        parts = []
+        for lines, rows in _tables(_Lines.of_messages(values)):
+            if rows is not None:
+                at = pa.array(lines.numbers)
+                rows = _addressed(rows, pa.array(tenants, pa.string()).take(at), pa.array(keys).take(at))
+            parts.append(self._builder.block(rows, lines.numbers, odd_of(lines.numbers)))
+        return parts[0] if len(parts) == 1 else TurnBlock.joined(parts)
+
+
+def _addressed(rows: pa.Table, tenants: pa.Array, keys: pa.Array) -> pa.Table:
+    """The rows with tenant and key of their envelopes; without tenant where the two contradict."""
+    own = rows.column("tenant").combine_chunks()
+    differ = pc.fill_null(pc.not_equal(own, tenants), False)
+    tenants = pc.if_else(differ, pa.scalar(None, pa.string()), pc.coalesce(own, tenants))
+    keys = pc.coalesce(rows.column("idempotency_key").combine_chunks(), keys)
+    rows = rows.set_column(rows.schema.get_field_index("tenant"), "tenant", tenants)
+    return rows.set_column(rows.schema.get_field_index("idempotency_key"), "idempotency_key", keys)
+
+
+def _addressed_record(
+    parser: LineParser, place: int, value: bytes, tenant: str | None, key: str
+) -> PackedRecord:
+    try:
+        raw = orjson.loads(value)
+    except orjson.JSONDecodeError as broken:
+        return _not_json(parser, place, broken)
+    if isinstance(raw, dict):
+        named = raw.get("tenant")
+        if None not in (named, tenant) and named != tenant:
+            cure = "Send it under its tenant's name, or leave one of them out."
+            reason = f"is {named!r:.80}, and the message was sent as {tenant!r:.80}"
+            return PackedRecord(place, errors=(BadInput(parser.source, place, "tenant", reason, cure),))
+        raw = {**raw, "tenant": tenant if named is None else named}
+        if raw.get("idempotency_key") is None:
+            raw["idempotency_key"] = key
+    return parser.record(place, raw)
 
 
 class _Lines(NamedTuple):
@@ -90,6 +159,14 @@ class _Lines(NamedTuple):
         for n in np.flatnonzero(kept & (data[starts * kept] <= _SPACE)).tolist():
             kept[n] = not piece[starts[n] : ends[n]].isspace()
         return cls(piece, first + np.flatnonzero(kept), starts[kept], ends[kept])
+
+    @classmethod
+    def of_messages(cls, values: Sequence[bytes]) -> Self:
+        """One line a message, numbered from 0 on; an empty object for one that is no line."""
+        lines = [value if value and _NEWLINE not in value else b"{}" for value in values]
+        ends = np.cumsum([len(line) + 1 for line in lines]) - 1
+        starts = np.concatenate([[0], ends[:-1] + 1])
+        return cls(b"\n".join(lines), np.arange(len(lines)), starts, ends)
 
     @classmethod
     def too_long(cls, number: int) -> Self:

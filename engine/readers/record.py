@@ -67,6 +67,16 @@ class TurnBlock:
         problems = tuple(replace(r, turns=()) for r in records if r.errors or r.warnings)
         return cls(records[-1].position if records else 0, turns, positions, problems)
 
+    @classmethod
+    def joined(cls, blocks: Sequence[TurnBlock]) -> TurnBlock:
+        """One block of several, in their order."""
+        return cls(
+            blocks[-1].position,
+            pa.concat_tables([block.turns for block in blocks]),
+            np.concatenate([block.positions for block in blocks]),
+            tuple(record for block in blocks for record in block.problems),
+        )
+
     def records(self) -> Iterator[Record]:
         """Its records with turns, errors or warnings, one by one."""
         turns = map(PackedRecord, self.positions.tolist(), zip(unpack(self.turns), strict=True))

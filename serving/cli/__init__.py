@@ -15,6 +15,7 @@ from undertow.serving.cli.commands import (
     bench,
     check,
     cluster,
+    consume,
     edit,
     erase,
     estimate,
@@ -72,6 +73,7 @@ app = typer.Typer(
 )
 for name, command in COMMANDS.items():
     app.command(name)(with_groups(command))
+app.add_typer(consume.consume, name="consume")
 app.add_typer(cluster.cluster, name="cluster")
 app.add_typer(keys.keys, name="keys")
 app.add_typer(bench.bench, name="bench")

@@ -109,8 +109,11 @@ def shard_problems(states: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 @contextmanager
-def ctrl_c() -> Iterator[Event]:
-    """An event set by the first interrupt, so that a loop can end after its commit. The second one raises."""
+def ctrl_c(*others: signal.Signals) -> Iterator[Event]:
+    """An event set by the first interrupt, so that a loop can end after its commit. The second one raises.
+
+    `others`: signals that count as an interrupt too.
+    """
     received = Event()
 
     def note(number: int, frame: object) -> None:
@@ -119,11 +122,12 @@ def ctrl_c() -> Iterator[Event]:
         received.set()
 
     try:
-        before = signal.signal(signal.SIGINT, note)
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, *others)}
     except ValueError:  # not the main thread, which alone handles signals
         yield received
         return
     try:
         yield received
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
@@ -243,8 +243,12 @@ class Router(MemoryApi):
 
         ShardDown: turns of this record batch and those before it may have been stored.
         """
+        return self.add_turns(turns_of_rows(table, source, self._max_message_bytes, self.store_encoder))
+
+    def add_turns(self, tables: Iterable[pa.Table]) -> TableReport:
+        """As `add_table`, of tables of wire.TURNS."""
         counts = Counter[str]()
-        for turns in turns_of_rows(table, source, self._max_message_bytes, self.store_encoder):
+        for turns in tables:
             counts.update(self.feed_table(turns).result().column("status").to_pylist())
         parked = counts[Status.PARKED]
         return TableReport(counts.total() - parked, counts[Status.STORED], parked)

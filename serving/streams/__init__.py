@@ -1,0 +1,1 @@
+"""Message streams into memory: Kafka topics and Redis streams."""
