@@ -146,7 +146,8 @@ def test_exports_are_ingested_and_found_for_their_owner(tmp_path: Path) -> None:
     store = tmp_path / "s"
     write_zip(tmp_path / "export.zip", {"conversations.json": [boat_chat()]})
     (tmp_path / "WhatsApp Chat with Ann.txt").write_text(ANDROID)
-    command = ("ingest", *sorted(tmp_path.glob("*.*")), "--store", store, "--llm", "off", "--json")
+    logs = sorted(tmp_path.glob("*.*"))
+    command: tuple[str | Path, ...] = ("ingest", *logs, "--store", store, "--llm", "off", "--json")
     refused = run(*command)
     assert (refused.code, refused.doc["turns"], refused.doc["errors"]) == (3, 0, 2)
     assert refused.err.count("Name the owner of its turns with --tenant.") == 2
