@@ -1,6 +1,7 @@
 """Reads items of a LangGraph store, as `Item.dict()` and the server's search return them.
 
-Format: "Item", https://reference.langchain.com/python/langgraph.store/base/Item.
+Formats: "Item", https://reference.langchain.com/python/langgraph.store/base/Item; "SearchItemsResponse",
+https://reference.langchain.com/python/langgraph-sdk/schema/SearchItemsResponse.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Reads memories of mem0 as its `get_all` returns them.
 
-Format: "Get memories", https://docs.mem0.ai/api-reference/memory/v1-get-memories.
+Formats: "Get memories", https://docs.mem0.ai/api-reference/memory/v1-get-memories; "Get memory",
+https://docs.mem0.ai/api-reference/memory/get-memory.
 """
 
 from __future__ import annotations

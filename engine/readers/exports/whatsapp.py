@@ -1,6 +1,7 @@
 """Reads WhatsApp's exported chats: the text file of Android, the zip archive or `_chat.txt` of an iPhone.
 
-Formats: README.md of AbhijeetKrishnan/whatsapp-parser; whats_json, https://pub.dev/packages/whats_json;
+Formats: linuswillner/whatsapp-export-inconsistencies, inconsistencies-messages/ and inconsistencies-media/;
+README.md of AbhijeetKrishnan/whatsapp-parser; whats_json, https://pub.dev/packages/whats_json;
 "Parser and analysis for WhatsApp chats", https://pypi.org/project/whatsapp-chat-analyzer/.
 """
 
@@ -33,8 +34,11 @@ _ORDERS = ((2, 1, 0), (2, 0, 1), (0, 1, 2))
 _DAY_FIRST, _MONTH_FIRST = _ORDERS[:2]
 # The app puts this mark before what it wrote itself.
 _BY_APP = "\u200e"
-_OMITTED = re.compile(r"<[^<>\n]{1,100}>")
-_APP_ENDING = re.compile(r"\s*(?:\u200e<[^<>\n]*>|<This message was edited>)\u200e?$")
+_MEDIUM = re.compile(
+    r"<[^<>\n]{1,100}>|(?:image|video|audio|gif|sticker|document|contact card) omitted", re.IGNORECASE
+)
+_FILE = re.compile(r"[A-Z]{3}-[0-9]{8}-WA[0-9]+\.\w{0,5} \([^()]+\)")
+_APP_ENDING = re.compile(r"(?:\u200e<[^<>\n]*>|<This message was edited>)\u200e?$")
 _DELETED = ("This message was deleted", "You deleted this message", "null")
 _UNKNOWN_NAME = re.compile(r"^~\s?|[\u200e\u200f\u202a-\u202c\u2066-\u2069]")
 _LINE_CHARS = 1 << 20
@@ -186,10 +190,12 @@ def _said(export: Export, day: str | None, entry: _Entry, repeats: Counter[str])
         reason = f"is longer than {export.max_message_bytes:,} bytes"
         raise BadField("text", reason, "Raise max_message_bytes.")
     lines = [first, *entry.text[1:]]
-    if first.startswith(_BY_APP):  # a notice, or a medium, below which its caption may stand
+    if first.startswith(_BY_APP) or _FILE.fullmatch(
+        first
+    ):  # a notice, or a medium, below which its caption may stand
         lines = lines[1:]
     text = _APP_ENDING.sub("", "\n".join(lines)).strip()
-    if not text or _OMITTED.fullmatch(text) or text.rstrip(".") in _DELETED:
+    if not text or _MEDIUM.fullmatch(text) or text.rstrip(".") in _DELETED:
         export.left_out["media, deleted messages and notices"] += 1
         return None
     name = name_of({"speaker": _UNKNOWN_NAME.sub("", speaker).strip()}, "speaker")

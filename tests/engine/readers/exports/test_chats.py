@@ -129,6 +129,25 @@ def test_a_bad_message_is_left_out_alone(tmp_path: Path) -> None:
     assert told == [(2, "text"), (8, "time"), (9, "date"), (10, "speaker")]
 
 
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("IMG-20240113-WA0001.jpg (Datei angehängt)\nour boat", "our boat"),
+        ("\u200eVID-20240113-WA0001.mp4 (file attached)", None),
+        ("\u200e<attached: 00000001-PHOTO.jpg>", None),
+        ("our boat \u200e<This message was edited>", "our boat"),
+        ("GIF omitted", None),
+        ("\u200eYou deleted this message.", None),
+        ("see a < b > c", "see a < b > c"),
+        (" " * 9_000 + "x", "x"),
+    ],
+)
+def test_what_the_app_writes_is_no_message(tmp_path: Path, text: str, kept: str | None) -> None:
+    path = write_chat(tmp_path, f"13/01/24, 21:59 - Ann: {text}\n")
+    assert texts(path) == ([f"Ann: {kept}"] if kept else [])
+    assert ("left out: 1 media" in warnings(path)) is (kept is None)
+
+
 def test_other_text_is_no_chat(tmp_path: Path) -> None:
     path = write_chat(tmp_path, "Dear diary,\n13/01/24 was fine\n")
     assert "no line of a WhatsApp chat" in read_export(path)[0].errors[0].reason
