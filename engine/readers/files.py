@@ -55,8 +55,8 @@ def find_logs(places: Sequence[Path | str]) -> Iterator[Log]:
     """The logs at these paths and s3:// addresses and below them, sorted, each once.
 
     Paths are compared part by part, so that a folder copied to a bucket gives the same order. Stores and
-    roots of clusters below a folder are skipped. InputError if a place does not exist, cannot be listed, or
-    has no log.
+    roots of clusters below a folder are skipped; the folder of a Slack export is one log. InputError if a
+    place does not exist, cannot be listed, or has no log.
     """
     seen: set[str] = set()
     for place in sorted(places, key=_parts):

@@ -50,7 +50,10 @@ def _said(export: Export, id: str, message: dict[str, Any]) -> Said | None:
         export.left_out["hidden messages"] += 1
     else:
         text = _text(content)
-        if role == "assistant" and (tool := name_of(message, "recipient") or "all") != "all":
+        if (
+            role == "assistant"
+            and (tool := name_of(message, "recipient", may_be_empty=True) or "all") != "all"
+        ):
             text = f"[tool call: {tool}]"
         if text.strip():
             return export.said(id, role, text, at=time_of(message, "create_time"))

@@ -25,4 +25,6 @@ def mem0(export: Export, raw: Any) -> Iterator[PackedTurn]:
     at = first_time(raw, "updated_at", "created_at")
     said = export.said(f"{id}\x1f{text}", "user", text, at=at, field="memory")
     metadata = {**dict_of(raw.get("metadata") or {}, "metadata"), "categories": raw.get("categories")}
-    yield from export.turns(tenant, name_of(raw, "run_id") or "", [said], {**metadata, "id": id})
+    yield from export.turns(
+        tenant, name_of(raw, "run_id", may_be_empty=True) or "", [said], {**metadata, "id": id}
+    )

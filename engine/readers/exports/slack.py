@@ -105,8 +105,8 @@ def _said(export: Export, channel: str, raw: dict[str, Any], names: Mapping[str,
 
 
 def _speaker(raw: dict[str, Any], names: Mapping[str, str]) -> str:
-    user = name_of(raw, "user")
-    if user is None:
+    user = name_of(raw, "user", may_be_empty=True)
+    if not user:
         return first_name(raw, "username", "bot_id")
     profile = raw.get("user_profile")
     return names.get(user) or (_shown(profile) if isinstance(profile, dict) else None) or user

@@ -131,9 +131,9 @@ def dicts_of(raw: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
 
 
 def first_name(raw: Mapping[str, Any], *fields: str, cure: str = _SCHEMA) -> str:
-    """The first of these fields that has a name. BadField."""
+    """The first of these fields that is there and not empty. BadField."""
     for name in fields:
-        if found := name_of(raw, name, may_be_empty=True):
+        if raw.get(name) != "" and (found := name_of(raw, name)):
             return found
     raise BadField(fields[0], "is missing", cure)
 

@@ -142,7 +142,6 @@ def _date_order(opened: Opener) -> tuple[tuple[int, ...] | None, bool]:
     """
     flaws = {order: [0, 0] for order in _ORDERS}
     last = dict.fromkeys(_ORDERS, "")
-    head = None
     with opened() as file:
         for head in filter(None, (_LINE.match(text) for _, text in _lines(file))):
             for order, found in flaws.items():
@@ -150,12 +149,11 @@ def _date_order(opened: Opener) -> tuple[tuple[int, ...] | None, bool]:
                 found[0] += day is None
                 found[1] += day is not None and day < last[order]
                 last[order] = day or last[order]
-            found_last = head
+            is_american = "/" in head[0][:6] and bool(head[9])
     if not any(last.values()):
         return None, False
     if flaws[_DAY_FIRST] != flaws[_MONTH_FIRST]:
         return min(_ORDERS, key=lambda order: flaws[order]), True
-    is_american = "/" in found_last[0][:6] and bool(found_last[9])
     likely = (_MONTH_FIRST, _DAY_FIRST) if is_american else (_DAY_FIRST, _MONTH_FIRST)
     best = min((*likely, _ORDERS[2]), key=lambda order: flaws[order])
     return best, best == _ORDERS[2]
@@ -190,10 +188,8 @@ def _said(export: Export, day: str | None, entry: _Entry, repeats: Counter[str])
         reason = f"is longer than {export.max_message_bytes:,} bytes"
         raise BadField("text", reason, "Raise max_message_bytes.")
     lines = [first, *entry.text[1:]]
-    if first.startswith(_BY_APP) or _FILE.fullmatch(
-        first
-    ):  # a notice, or a medium, below which its caption may stand
-        lines = lines[1:]
+    if first.startswith(_BY_APP) or _FILE.fullmatch(first):
+        lines = lines[1:]  # a notice, or a medium, below which its caption may stand
     text = _APP_ENDING.sub("", "\n".join(lines)).strip()
     if not text or _MEDIUM.fullmatch(text) or text.rstrip(".") in _DELETED:
         export.left_out["media, deleted messages and notices"] += 1
@@ -212,10 +208,6 @@ def _time(day: str | None, head: re.Match[str]) -> str:
     if half:
         hour = hour % 12 + 12 * (half[0] == "p" or half in ("下午", "午後", "오후"))
     try:
-        return (
-            datetime.fromisoformat(day)
-            .replace(hour=hour, minute=int(head[7]), second=int(head[8] or 0))
-            .isoformat()
-        )
+        return datetime.fromisoformat(f"{day}T{hour:02d}:{head[7]}:{head[8] or '00'}").isoformat()
     except ValueError as problem:
         raise BadField("time", str(problem)) from None

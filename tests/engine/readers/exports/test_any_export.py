@@ -139,7 +139,7 @@ def test_memory_is_bounded_by_a_conversation_not_by_the_export(tmp_path: Path) -
     assert peak < path.stat().st_size / 3
 
 
-def test_the_time_of_a_chat_is_the_owner_s_alone(tmp_path: Path) -> None:
+def test_one_chat_is_read_for_two_owners(tmp_path: Path) -> None:
     path = tmp_path / "_chat.txt"
     path.write_text(ANDROID)
     ours, theirs = turns(path), turns(path, "other")

@@ -58,6 +58,7 @@ def test_a_changed_memory_is_new_and_the_same_one_is_not(tmp_path: Path) -> None
     ("change", "field"),
     [
         ({"user_id": None, "run_id": None}, "user_id"),
+        ({"user_id": " "}, "user_id"),
         ({"memory": ""}, "memory"),
         ({"memory": 3}, "memory"),
         ({"id": None}, "id"),
