@@ -92,7 +92,7 @@ class Ingest:
         return self.report.interrupt_if(self._stop)
 
     def _feed_file(self, log: Log) -> None:
-        source = self._engine.journal.info.tenant_key(log.uri)
+        source = self._engine.journal.info.tenant_key(log.identity)
         begun = self._begun(log, source)
         self.report.resumed_turns += begun["turns"]
         self.report.resumed_errors += begun["errors"]

@@ -10,16 +10,26 @@ from typing import Literal
 import ijson
 
 from undertow.engine.base.model import BadInput, InputError
+from undertow.engine.readers.exports.source import (
+    UNREADABLE,
+    ZIP,
+    ExportFormat,
+    Opener,
+    json_members,
+    members,
+    slack_or_whatsapp,
+)
+from undertow.engine.readers.exports.whatsapp import is_whatsapp
 from undertow.engine.readers.source import DAMAGED, Log, objects_below
 from undertow.engine.storage.location import S3
 from undertow.engine.storage.store_info import is_store
 
-LogFormat = Literal["messages", "parquet", "locomo", "longmemeval"]
+LogFormat = Literal["messages", "parquet", "locomo", "longmemeval"] | ExportFormat
 Format = Literal["auto"] | LogFormat
 
 # A file of this name is read as JSON lines.
 JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
-SUFFIXES = (*JSON_LINES, ".parquet", ".json")
+SUFFIXES = (*JSON_LINES, ".parquet", ".json", ZIP, "_chat.txt")
 
 # A listing with one of these contains a store or a cluster's root.
 _OURS_ON_S3 = ("/store.json", "/map/00000001.json")
@@ -28,16 +38,25 @@ _MARKS: dict[str, LogFormat] = {
     "conversation": "locomo",
     "haystack_sessions": "longmemeval",
     "messages": "messages",
+    "mapping": "chatgpt",
+    "chat_messages": "claude",
+    "memory": "mem0",
+    "episodes": "zep",
+    "source_description": "zep",
+    "namespace": "langgraph",
 }
-_CURE = "Name the format: messages, parquet, locomo or longmemeval."
+# Where the first object stands that is to have one of these fields.
+_PLACES = ("", "item", "results.item", "items.item")
+_CURE = "Name the format with --format."
+_SLACK_FILES = ("channels.json", "users.json")
 
 
 def find_logs(places: Sequence[Path | str]) -> Iterator[Log]:
     """The logs at these paths and s3:// addresses and below them, sorted, each once.
 
     Paths are compared part by part, so that a folder copied to a bucket gives the same order. Stores and
-    roots of clusters below a folder are skipped. InputError if a place does not exist, cannot be listed, or
-    has no log.
+    roots of clusters below a folder are skipped; the folder of a Slack export is one log. InputError if a
+    place does not exist, cannot be listed, or has no log.
     """
     seen: set[str] = set()
     for place in sorted(places, key=_parts):
@@ -57,6 +76,8 @@ def _logs_at(path: Path) -> list[Log]:
         if not path.exists():
             raise _refuse(path, "does not exist", "Check the path.")
         return [Log.of(path)]
+    if _is_slack(path):
+        return [Log.of(path)]
     if _is_ours(path):
         raise _refuse(path, "is an Undertow store", "Name the folder of the logs.")
     found = [Log.of(file) for file in sorted(_logs_under(path))]
@@ -68,8 +89,17 @@ def _logs_at(path: Path) -> list[Log]:
 def _logs_under(folder: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
         here = Path(place)
+        if _is_slack(here):
+            folders.clear()
+            yield here
+            continue
         folders[:] = [name for name in folders if not _is_ours(here / name)]
         yield from (here / n for n in names if n.endswith(SUFFIXES) and (here / n).is_file())
+
+
+def _is_slack(folder: Path) -> bool:
+    """Whether the folder is an unpacked export of Slack, which is one log."""
+    return all((folder / name).is_file() for name in _SLACK_FILES)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -111,19 +141,30 @@ def detect_format(path: Log | Path) -> LogFormat:
     if log.name.endswith(JSON_LINES):
         return "messages"
     try:
-        with log.unpacked() as file:
-            if file.read(4) == _PARQUET_MAGIC:
-                return "parquet"
-            file.seek(0)
-            for prefix, event, value in ijson.parse(file):
-                if event == "map_key" and prefix in ("", "item") and value in _MARKS:
-                    return _telling(log, prefix, value)
-                if event == "end_map" and prefix in ("", "item"):
-                    break
+        with members(log) as files:
+            if found := slack_or_whatsapp(files):
+                if found == "whatsapp" and not is_whatsapp(files):
+                    raise _refuse(log, "has no line of a WhatsApp chat", _CURE)
+                return found
+            for opened in json_members(files)[:1]:
+                return _format_of(log, opened)
     except DAMAGED as problem:
         raise _refuse(log, f"cannot be read: {problem}", "Check its permissions.") from None
-    except (ijson.JSONError, UnicodeDecodeError) as problem:
+    except UNREADABLE as problem:
         raise _refuse(log, f"is not of a known format: {problem}", _CURE) from None
+    raise _refuse(log, "holds no file of a known export", _CURE)
+
+
+def _format_of(log: Log, opened: Opener) -> LogFormat:
+    with opened() as file:
+        if file.read(4) == _PARQUET_MAGIC:
+            return "parquet"
+    with opened() as file:
+        for prefix, event, value in ijson.parse(file):
+            if event == "map_key" and prefix in _PLACES and value in _MARKS:
+                return _telling(log, prefix, value)
+            if event == "end_map" and prefix in _PLACES:
+                break
     raise _refuse(log, f"has none of the fields {', '.join(_MARKS)}", _CURE)
 
 

@@ -113,7 +113,7 @@ class LineParser:
         key = name_of(raw, "idempotency_key")
         metadata = raw.get("metadata")
         if metadata is not None:
-            _check_metadata(metadata)
+            check_metadata(metadata)
         line_time = time_of(raw, "timestamp")
         turns = []
         messages = messages_of(raw.get("messages"), "messages", self.max_message_bytes)
@@ -215,7 +215,7 @@ def check_text(text: str, field: str, max_bytes: int | None) -> None:
         raise BadField(field, reason, "Split the message, or raise max_message_bytes.")
 
 
-def _check_metadata(metadata: object) -> None:
+def check_metadata(metadata: object) -> None:
     if not isinstance(metadata, dict):
         raise BadField("metadata", f"must be an object, not {_kind(metadata)}")
     try:

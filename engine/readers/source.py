@@ -29,12 +29,14 @@ class Log:
     """One log file. Plain data, valid in processes with other working folders.
 
     `uri`: absolute path or s3://BUCKET/KEY. `shown`: the name as the user gave it, for messages; its file
-    name enters dedupe keys. `size_bytes`: the size when listed, 0 if unknown.
+    name enters dedupe keys. `size_bytes`: the size when listed, 0 if unknown. `tenant`: the owner of its
+    turns, where the user names one.
     """
 
     uri: str
     shown: str
     size_bytes: int = field(default=0, compare=False)
+    tenant: str | None = None
 
     @classmethod
     def of(cls, path: Log | Path | str) -> Self | Log:
@@ -56,6 +58,16 @@ class Log:
     @property
     def name(self) -> str:
         return self.shown.rsplit("/", 1)[-1]
+
+    @property
+    def identity(self) -> str:
+        """What tells this log from others, also when one file is read for several tenants."""
+        return self.uri if self.tenant is None else f"{self.uri}\x1f{self.tenant}"
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is the folder of an unpacked export."""
+        return not self.on_s3 and Path(self.uri).is_dir()
 
     @property
     def on_s3(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -69,8 +69,25 @@ Paths = Annotated[
     list[str],
     typer.Argument(metavar="PATH...", help="Logs, or folders of logs; also s3://BUCKET/PREFIX."),
 ]
-LogFormatName = Literal["auto", "messages", "parquet", "locomo", "longmemeval"]
+LogFormatName = Literal[
+    "auto",
+    "messages",
+    "parquet",
+    "locomo",
+    "longmemeval",
+    "chatgpt",
+    "claude",
+    "whatsapp",
+    "slack",
+    "mem0",
+    "zep",
+    "langgraph",
+]
 LogFormat = Annotated[LogFormatName, typer.Option("--format")]
+Owner = Annotated[
+    str | None,
+    typer.Option("--tenant", metavar="NAME", help="The owner of an export's turns (docs/importing.md)."),
+]
 Profile = Annotated[
     Literal["companion", "assistant", "paper"] | None,
     typer.Option("--profile", help="Preset of thresholds; paper: RecMem's calls as published."),
@@ -208,11 +225,11 @@ def refuse_store(root: Location) -> None:
         raise WrongUsage(f"{root} is the store of one process, not a cluster's root. Name another folder.")
 
 
-def logs_at(paths: list[str]) -> list[Log]:
-    """The logs that the paths name. WrongUsage: a path names none."""
+def logs_at(paths: list[str], tenant: str | None = None) -> list[Log]:
+    """The logs that the paths name, of a tenant if it is named. WrongUsage: a path names none."""
     from undertow.engine.readers import find_logs
 
     try:
-        return list(find_logs(paths))
+        return [replace(log, tenant=tenant) for log in find_logs(paths)]
     except InputError as error:
         raise WrongUsage(str(error)) from None

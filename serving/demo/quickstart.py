@@ -22,7 +22,7 @@ from undertow.serving.demo.demo import CONVERSATION, QUESTIONS
 SHOWN_CHARS = 110
 NEXT = """
 Next:
-  undertow ingest your-chats.jsonl --store memories
+  undertow ingest your-chats.jsonl --store memories              # or an export: docs/importing.md
   undertow search "a question" --tenant NAME --store memories --explain
   undertow ingest your-chats.jsonl --store memories --llm URL    # makes episodes and facts of them"""
 

@@ -11,6 +11,7 @@ from undertow.bench.mock.server import spawn_server
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.storage.journal import Journal
 
+from ..engine.readers.exports.samples import ANDROID, boat_chat, write_zip
 from ..support.cli import (
     SUMMARY_KEYS,
     THETAS,
@@ -139,3 +140,24 @@ def _has_episode(store: Path) -> bool:
     with closing(Journal.open(store, writable=False)) as journal:
         reports = Reports(journal)
         return "ada" in reports.tenants and bool(reports.memories("ada", "episode"))
+
+
+def test_exports_are_ingested_and_found_for_their_owner(tmp_path: Path) -> None:
+    store = tmp_path / "s"
+    write_zip(tmp_path / "export.zip", {"conversations.json": [boat_chat()]})
+    (tmp_path / "WhatsApp Chat with Ann.txt").write_text(ANDROID)
+    logs = sorted(tmp_path.glob("*.*"))
+    command: tuple[str | Path, ...] = ("ingest", *logs, "--store", store, "--llm", "off", "--json")
+    refused = run(*command)
+    assert (refused.code, refused.doc["turns"], refused.doc["errors"]) == (3, 0, 2)
+    assert refused.err.count("Name the owner of its turns with --tenant.") == 2
+    done = run(*command, "--tenant", "ann", "--resume")
+    assert (done.code, done.doc["tenants"], done.doc["turns"], done.doc["errors"]) == (0, 1, 4, 0)
+    assert "left out" in done.err
+    other = run(*command, "--tenant", "bo", "--resume")
+    assert (other.doc["tenants"], other.doc["turns"]) == (2, 8)
+    again = run(*command, "--tenant", "ann")
+    assert (again.doc["turns"], again.doc["run"]["new_turns"]) == (8, 0)
+    for query, words in (("Marine varnish", "Marine varnish."), ("bring bread", "I bring bread")):
+        found = run("search", "--tenant", "ann", query, "--store", store, "--json").out
+        assert words in found

@@ -244,7 +244,9 @@ class _Run:
 
     def _record(self) -> None:
         if self._progress:
-            keys = {file: self._shard_map.tenant_key(self._pieces[file].log.uri) for file in self._progress}
+            keys = {
+                file: self._shard_map.tenant_key(self._pieces[file].log.identity) for file in self._progress
+            }
             self._records.note({keys[file]: progress for file, progress in self._progress.items()})
         for file in self._ended:
             del self._progress[file]

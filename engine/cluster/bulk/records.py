@@ -99,7 +99,7 @@ def pieces_left(
 
     A log is passed over if nothing was wrong with it and it is as long as it was.
     """
-    known = [reached.get(shard_map.tenant_key(log.uri)) for log in logs]
+    known = [reached.get(shard_map.tenant_key(log.identity)) for log in logs]
     with ThreadPoolExecutor(THREADS) as pool:
         same = list(pool.map(_is_same, logs, known))
     pieces: list[Piece] = []

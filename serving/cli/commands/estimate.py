@@ -46,6 +46,7 @@ def estimate(
     paths: opt.Paths,
     policy: PolicyOption = "all",
     format: opt.LogFormat = "auto",
+    tenant: opt.Owner = None,
     thresholds: opt.Thresholds = opt.NO_THRESHOLDS,
     encoder: opt.EncoderName = None,
     tokenizer: TokenizerFolder = None,
@@ -71,7 +72,7 @@ def estimate(
     )
     opt.check_settings(settings)
     tokens = token_count(settings, tokenizer)
-    turns, report = _turns(paths, format, settings)
+    turns, report = _turns(paths, format, tenant, settings)
     logs = _logs(turns, settings, vectors)
     prices = None if price_in is None or price_out is None else (price_in, price_out)
     wanted = [name for name in get_args(PolicyName) if policy in (name, "all")]
@@ -119,7 +120,7 @@ def _document(
 
 
 def _turns(
-    paths: list[str], format: opt.LogFormatName, settings: Settings
+    paths: list[str], format: opt.LogFormatName, tenant: str | None, settings: Settings
 ) -> tuple[dict[str, list[Turn]], IngestReport]:
     """Each tenant's turns in order of arrival without duplicates, as ingestion would store them."""
     from undertow.engine.base.results import IngestReport
@@ -128,7 +129,7 @@ def _turns(
 
     problems, report = Problems(), IngestReport()
     turns: dict[str, dict[str, Turn]] = {}
-    for log in opt.logs_at(paths):
+    for log in opt.logs_at(paths, tenant):
         for record in read(log, format, max_message_bytes=settings.max_message_bytes):
             report.errors += len(record.errors)
             report.warnings += len(record.warnings)

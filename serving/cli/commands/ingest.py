@@ -52,6 +52,7 @@ def ingest(
     paths: opt.Paths,
     store: opt.Store,
     format: opt.LogFormat = "auto",
+    tenant: opt.Owner = None,
     thresholds: opt.Thresholds = opt.NO_THRESHOLDS,
     models: opt.Models = opt.NO_MODELS,
     batch_turns: opt.BatchTurns = None,
@@ -70,7 +71,7 @@ def ingest(
     turns sent again after a shard died do not count as new.
     """
     began_s = time.perf_counter()
-    logs = opt.logs_at(paths)
+    logs = opt.logs_at(paths, tenant)
     settings = models.settings(batch_turns=batch_turns, **asdict(thresholds))
     _check_options(store, ray, shards, trace)
     opening = open_memory(store, settings, ray, shards=shards, create=True, resume=True, trace=trace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import obstore
@@ -15,6 +16,7 @@ from undertow.engine.base.model import InputError
 from undertow.engine.readers import Log, detect_format, find_logs, jsonl, read, source
 
 from ...support.readers import GOOD, LIMIT, line, parquet, records, write
+from .exports.samples import OWNER, slack_files, turns, write_zip
 
 
 def test_paths_are_sorted_recursive_and_unique(tmp_path: Path) -> None:
@@ -108,6 +110,14 @@ def test_logs_on_s3_are_read_as_from_a_folder(tmp_path: Path, copied: Callable[[
             assert told == [str(e) for r in local for e in r.errors]
     one = f"{address}/a/log.jsonl"
     assert [log.uri for log in find_logs([one, address])][:2] == [one, f"{address}/a-b/x.jsonl.gz"]
+
+
+def test_an_archive_on_s3_is_read_in_place(tmp_path: Path, copied: Callable[[], str]) -> None:
+    path = write_zip(tmp_path / "export.zip", slack_files())
+    (log,) = find_logs([copied()])
+    assert detect_format(log) == "slack"
+    theirs = read(replace(log, tenant=OWNER), max_message_bytes=LIMIT)
+    assert [t for r in theirs for t in r.turns] == turns(path)
 
 
 def test_stores_and_roots_on_s3_are_passed_over(tmp_path: Path, copied: Callable[[], str]) -> None:
