@@ -59,12 +59,14 @@ SOAK_STEPS = 100_000
 STEPS_A_RUN = 100
 
 CHANGES = (acts.add, acts.add, acts.update, acts.delete, acts.repeat)
-LOOKS = (acts.search, acts.search, acts.look, acts.answer, acts.flush, acts.flush_later)
+SEARCHES = (acts.search, acts.search, acts.search_explained, acts.search_by_mem0)
+LOOKS = (*SEARCHES, acts.look, acts.answer, acts.flush, acts.flush_later)
 MOVES = (moves.restore, moves.import_anothers, moves.import_broken, moves.remove, moves.change_key)
 ATTEMPTS = (
     attempts.touch_what_is_anothers,
     attempts.ask_for_anothers_job,
     attempts.act_for_another,
+    attempts.search_another_by_mem0,
     attempts.act_beyond_the_scope,
     attempts.repeat_for_another,
     attempts.go_on_where_anothers_page_ended,

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
+from undertow.serving.http.routes.mem0.entities import parted
+
 from ..service.http import is_problem
 from .secrets import mark
 from .tenants import ALL, TOPICS, Export, Lot, Tenants, key_id
@@ -143,6 +145,35 @@ def search(tenants: Tenants, name: str, rng: Random) -> None:
 
 def _is_as_before(lot: Lot, what: Any, shown: Any) -> None:
     assert shown == lot.found.setdefault(what, shown), "somebody else has changed this, or moved a score"
+
+
+def search_explained(tenants: Tenants, name: str, rng: Random) -> None:
+    """The parts of scores, and what was left out, are of what is the tenant's own."""
+    lot = tenants.lots[name]
+    if not lot.exists:
+        return
+    asked = {"query": rng.choice(TOPICS), "top_k": rng.randint(1, 3), "explain": True}
+    told = tenants.have(name, "POST", "/search", by=tenants.some_key(name, rng), json=asked).json()
+    how = told["explanation"]
+    hits = [*told["results"], *how["left_out"]]
+    assert how["turns"] == len(lot.texts)
+    assert how["scores"].keys() == {hit["id"] for hit in hits}
+    assert {hit["id"]: hit["memory"] for hit in hits if hit["kind"] == "turn"}.items() <= lot.texts.items()
+
+
+def search_by_mem0(tenants: Tenants, name: str, rng: Random) -> None:
+    """The routes of mem0's platform, and of its own server, show the tenant's own."""
+    lot, query = tenants.lots[name], rng.choice(TOPICS)
+    path, body = rng.choice(
+        (
+            ("/v3/memories/search/", {"query": query, "top_k": 100, "filters": {"user_id": name}}),
+            ("/search", {"query": query, "top_k": 100, "user_id": name}),
+        )
+    )
+    found = tenants.have(name, "POST", by=tenants.some_key(name, rng), path=path, json=body).json()["results"]
+    turns = {parted(hit["id"]): hit["memory"] for hit in found if hit["kind"] == "turn"}
+    assert turns.items() <= {(name, own): text for own, text in lot.texts.items()}.items()
+    assert bool(turns) == bool(lot.texts)
 
 
 def look(tenants: Tenants, name: str, rng: Random) -> None:

@@ -64,6 +64,17 @@ def act_for_another(tenants: Tenants, name: str, rng: Random) -> None:
     assert told[0] == told[1]
 
 
+def search_another_by_mem0(tenants: Tenants, name: str, rng: Random) -> None:
+    told = []
+    for about in (_other(tenants, name, rng), f"{tenants.run}nobody"):
+        path, body = "/search", {"query": "boat", "user_id": about}
+        refused = tenants.send(tenants.keys[name], about, "POST", "", of=name, path=path, json=body)
+        assert refused.status_code == 403
+        _tells_nothing(tenants, name, refused)
+        told.append(refused.json())
+    assert told[0] == told[1]
+
+
 def act_beyond_the_scope(tenants: Tenants, name: str, rng: Random) -> None:
     """A key for reading changes nothing, and one for a branch reaches no further."""
     mine = tenants.names[0]

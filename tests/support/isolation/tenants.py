@@ -135,7 +135,10 @@ class Tenants:
     # ---- what every response goes through
 
     def send(self, key: str, name: str, method: str, rest: str, *, of: str, **how: Any) -> httpx2.Response:
-        """A request with a key about a tenant, which bears an id and a trace of its sender's, `of`."""
+        """A request with a key about a tenant, which bears an id and a trace of its sender's, `of`.
+
+        `path`, among `how`: of a route that does not name the tenant in its path.
+        """
         n = next(self._numbers[f"requests of {of}"])
         request_id = f"{of.encode().hex()}-{n}"
         trace_id = hash_of(f"{self.run}{request_id}")
@@ -147,7 +150,8 @@ class Tenants:
             "traceparent": f"00-{trace_id}-{trace_id[:16]}-01",
             **how.pop("headers", {}),
         }
-        response = self._http.request(method, at(name, rest), headers=headers, **how)
+        path = how.pop("path", None) or at(name, rest)
+        response = self._http.request(method, path, headers=headers, **how)
         assert response.status_code < 500, response.text
         assert response.headers["x-request-id"] == request_id, "this is the answer to another request"
         return response
