@@ -187,7 +187,8 @@ class SearchCalls(ABC):
         if not explain:
             return ranked
         with self.trace.span("explain"):
-            return explained(self.ranker, of, vector, ranked, words=words, telling=telling, **filters)
+            how: dict[str, Any] = {"words": words, "telling": telling, "counts": counts, **filters}
+            return explained(self.ranker, of, vector, ranked, **how)
 
     def recall(self, tenant: str, question: str, rerank: Rerank | None = None) -> SearchResult:
         """The memories that an answer is given, see policies.base.Tiers, in the order of a rerank if any."""

@@ -134,12 +134,13 @@ class SearchResult:
         if (how := self.explanation) is None:
             return None
         kept = {hit.id for hit in returned}
-        left_out = [*how.left_out]
-        for hit in self.ranked():
-            if hit.id not in kept:
-                left_out.append(
-                    (hit, "top_k" if threshold is None or hit.score >= threshold else "threshold")
-                )
+        left_out: list[tuple[Hit, LeftOutReason]] = [*how.left_out]
+        left_out += [(hit, "top_k") for hit in self.ranked() if hit.id not in kept]
+        if threshold is not None:
+            left_out = [
+                (hit, "threshold" if hit.score < threshold and reason in ("count", "top_k") else reason)
+                for hit, reason in left_out
+            ]
         left_out = sorted(left_out, key=lambda item: -item[0].score)[:MAX_LEFT_OUT]
         shown = kept | {hit.id for hit, _ in left_out}
         return {

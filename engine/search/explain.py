@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,20 +34,15 @@ def explained(
     telling: str | None,
     window: Window,
     where: Where,
+    counts: Mapping[str, int],
 ) -> Ranked:
     """What `Ranker.rank` has found for a query, float16 [dim], and its words, with its explanation.
 
-    `telling`: see Explanation. A second ranking, without filters and for more hits, shows what was left out.
+    `counts`: as `rank` was given them; of a kind that was not asked for nothing is listed. `telling`: see
+    Explanation. A second ranking, without filters and for more hits, shows what was left out.
     """
-    every = ranker.rank(
-        tenant,
-        vector,
-        k_sub=len(found.turns) + MAX_LEFT_OUT,
-        k_epi=len(found.episodes) + MAX_LEFT_OUT,
-        k_sem=len(found.facts) + MAX_LEFT_OUT,
-        window=ANY_TIME,
-        words=words,
-    )
+    more: dict[str, Any] = {name: count and count + MAX_LEFT_OUT for name, count in counts.items()}
+    every = ranker.rank(tenant, vector, **more, window=ANY_TIME, words=words)
     every = every.by_words() if found.words_only else every
     filters = _Filters(window, ranker.within(tenant, window), ranker.passing(tenant, where))
     left_out = _left_out(tenant, found, every, filters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from html import escape
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage
@@ -30,12 +31,15 @@ class UndertowMemoryBlock(BaseMemoryBlock[str]):
         self._memories = Memories(served)
 
     async def _aget(self, messages: list[ChatMessage] | None = None, **block_kwargs: Any) -> str:
-        """The memories nearest to the user's last message, one a paragraph; "" without such a message."""
+        """The memories nearest to the user's last message, one a paragraph; "" without such a message.
+
+        Their text is escaped, as Memory puts it between tags of a system message.
+        """
         asked = [text for m in messages or () if m.role == "user" and (text := _text(m))]
         if not asked:
             return ""
         hits = await asyncio.to_thread(self._memories.search, self.tenant, asked[-1], self.top_k)
-        return "\n\n".join(hit.memory for hit in hits)
+        return "\n\n".join(escape(hit.memory, quote=False) for hit in hits)
 
     async def _aput(self, messages: list[ChatMessage]) -> None:
         """Remember what user and assistant said, by session."""

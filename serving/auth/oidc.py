@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx2
@@ -24,11 +26,18 @@ from undertow.serving.auth.principal import KeyLimits, Principal, Scope, TenantS
 
 log = logging.getLogger(__name__)
 
-# signatures that only the issuer can make: never a shared secret, never none
-ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+# signatures that only the issuer can make, by a key's type and curve: never a shared secret, never none
+ALGORITHMS: Mapping[str, tuple[str, ...]] = {
+    "RSA": ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
+    "P-256": ("ES256",),
+    "P-384": ("ES384",),
+    "P-521": ("ES512",),
+    "Ed25519": ("EdDSA",),
+}
 REFRESH_S, SOONEST_S, TIMEOUT_S = 600.0, 10.0, 5.0
 LEEWAY_S = 30
 MOST_BYTES = 1 << 20
+MOST_UNKNOWN, MOST_KID_CHARS = 1_000, 200
 SCOPE_PREFIX = "undertow:"
 # claims: the tenants of a token by name, by a prefix of their names, or all of them
 TENANTS, PREFIX, ALL = "undertow_tenants", "undertow_tenant_prefix", "undertow_all_tenants"
@@ -38,6 +47,11 @@ class KeysUnread(UndertowError):
     """The signing key of a token is not known yet: the issuer is being asked."""
 
 
+class SigningKey(NamedTuple):
+    key: Any
+    algorithms: tuple[str, ...]
+
+
 class TokenVerifier:
     """Checks tokens of one issuer for one audience. Thread-safe."""
 
@@ -45,70 +59,80 @@ class TokenVerifier:
         """`limits`: of each subject. Begins to read the issuer's keys. ValueError: no URL of an issuer."""
         self._issuer, self._audience, self._limits = issuer, audience, limits
         _check_url(issuer)
-        self._keys: Mapping[str, jwt.PyJWK] = {}
-        self._read_at = -SOONEST_S
-        self._asked, self._closed = threading.Event(), False
+        self._keys: Mapping[str, SigningKey] = {}
+        # when the last read that succeeded began, and when tokens first named keys that are not known
+        self._read_at = -math.inf
+        self._unknown: OrderedDict[str, float] = OrderedDict()
+        self._asked, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="oidc", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        self._closed = True
+        self._closed.set()
         self._asked.set()
         self._thread.join(2 * TIMEOUT_S)
 
     def check(self, token: str) -> Principal:
-        """The holder of a token. KeyRefused; KeysUnread: ask again in a second."""
+        """The holder of a token. KeyRefused; KeysUnread: ask again in some seconds."""
         try:
-            kid = jwt.get_unverified_header(token).get("kid", "")
+            kid = str(jwt.get_unverified_header(token).get("kid", ""))
             key = self._keys.get(kid)
             if key is None:
-                raise self._unknown_key()
+                raise self._unknown_key(kid)
             claims = jwt.decode(
                 token,
-                key,
-                algorithms=ALGORITHMS,
+                key.key,
+                algorithms=key.algorithms,
                 audience=self._audience,
                 issuer=self._issuer,
                 leeway=LEEWAY_S,
-                options={"require": ["exp", "iss", "aud", "sub"], "strict_aud": False},
+                options={"require": ["exp", "iss", "aud", "sub"]},
             )
             return _principal(claims, self._limits)
         except (jwt.PyJWTError, ValueError) as flaw:
             raise KeyRefused(f"token: {type(flaw).__name__}") from None
 
-    def _unknown_key(self) -> UndertowError:
-        if time.monotonic() - self._read_at < SOONEST_S:
+    def _unknown_key(self, kid: str) -> UndertowError:
+        """Refused, if the issuer's keys were read since a token first named this one."""
+        since = self._unknown.setdefault(kid[:MOST_KID_CHARS], time.monotonic())
+        while len(self._unknown) > MOST_UNKNOWN:
+            self._unknown.popitem(last=False)
+        if self._read_at > since:
             return KeyRefused("token: signed with a key that the issuer does not name")
         self._asked.set()
         return KeysUnread("The keys of the token's issuer are being read.")
 
     def _follow(self) -> None:
-        while not self._closed:
-            self._asked.clear()
-            try:
-                self._keys = self._read()
-                self._read_at = time.monotonic()
-            except (httpx2.HTTPError, jwt.PyJWTError, ValueError, KeyError, TypeError) as error:
-                log.error(
-                    "the keys of %s cannot be read: %s. The last ones stay.",
-                    self._issuer,
-                    type(error).__name__,
-                )
-            self._asked.wait(REFRESH_S if self._keys else SOONEST_S)
-
-    def _read(self) -> dict[str, jwt.PyJWK]:
-        """The issuer's keys for signatures, by their ids."""
+        """Read the keys at times, and when a token asks for it; at most once in SOONEST_S."""
         with httpx2.Client(timeout=TIMEOUT_S, follow_redirects=False) as client:
-            described = _document(client, f"{self._issuer.rstrip('/')}/.well-known/openid-configuration")
-            if described["issuer"] != self._issuer:
-                raise ValueError("the document names another issuer")
-            _check_url(described["jwks_uri"])
-            keys = _document(client, described["jwks_uri"])["keys"]
-        return {
-            key["kid"]: jwt.PyJWK(key)
-            for key in keys
-            if key.get("use", "sig") == "sig" and key["kty"] != "oct"
-        }
+            while not self._closed.is_set():
+                self._asked.clear()
+                began_s = time.monotonic()
+                try:
+                    self._keys = self._read(client)
+                    self._read_at = began_s
+                except Exception as error:  # noqa: BLE001 - whatever an issuer sends, it is asked again
+                    kind = type(error).__name__
+                    log.error("the keys of %s cannot be read (%s); the last ones stay", self._issuer, kind)
+                self._asked.wait(REFRESH_S if self._keys else SOONEST_S)
+                self._closed.wait(max(0.0, began_s + SOONEST_S - time.monotonic()))
+
+    def _read(self, client: httpx2.Client) -> dict[str, SigningKey]:
+        """The issuer's keys for signatures, by their ids; others are passed over (RFC 7517, section 5)."""
+        described = _document(client, f"{self._issuer.rstrip('/')}/.well-known/openid-configuration")
+        if described["issuer"] != self._issuer:
+            raise ValueError("the document names another issuer")
+        _check_url(described["jwks_uri"])
+        found = {}
+        for raw in _document(client, described["jwks_uri"])["keys"]:
+            try:
+                algorithms = ALGORITHMS[raw.get("crv", raw["kty"])]
+                if raw.get("use", "sig") == "sig":
+                    usable = tuple(name for name in algorithms if name == raw.get("alg", name))
+                    found[str(raw["kid"])] = SigningKey(jwt.PyJWK(raw, algorithms[0]).key, usable)
+            except (jwt.PyJWTError, AttributeError, KeyError, TypeError, ValueError) as flaw:
+                log.warning("a key of %s cannot be used: %s", self._issuer, type(flaw).__name__)
+        return found
 
 
 def _document(client: httpx2.Client, url: str) -> dict[str, Any]:
@@ -131,11 +155,7 @@ def _check_url(url: str) -> None:
 def _principal(claims: Mapping[str, Any], limits: KeyLimits) -> Principal:
     """ValueError: the claims name no tenants, or not in their form."""
     names, prefix, every = claims.get(TENANTS, []), claims.get(PREFIX), claims.get(ALL, False)
-    if (
-        not isinstance(names, list)
-        or not all(isinstance(name, str) for name in names)
-        or every not in (True, False)
-    ):
+    if not (isinstance(names, list) and all(isinstance(n, str) for n in names) and isinstance(every, bool)):
         raise ValueError(TENANTS)
     if not isinstance(prefix, str | None):
         raise ValueError(PREFIX)
@@ -143,6 +163,4 @@ def _principal(claims: Mapping[str, Any], limits: KeyLimits) -> Principal:
     scopes = frozenset(scope for scope in Scope if f"{SCOPE_PREFIX}{scope}" in granted)
     # the subject may be a mail address, and ids are in logs
     subject = hashlib.sha256(f"{claims['iss']}\x1f{claims['sub']}".encode()).hexdigest()
-    return Principal(
-        f"oidc-{subject[:16]}", "", TenantScope(tuple(names), prefix, bool(every)), scopes, limits
-    )
+    return Principal(f"oidc-{subject[:16]}", "", TenantScope(tuple(names), prefix, every), scopes, limits)

@@ -41,7 +41,12 @@ InTenant = Annotated[
     str | None,
     typer.Option("--tenant", help="Only if this tenant has it. A cluster then asks one shard, not all."),
 ]
-MemoryId = Annotated[str, typer.Argument(metavar="ID", help="A turn, an episode or a fact.")]
+MemoryId = Annotated[
+    str,
+    typer.Argument(
+        metavar="ID", help="Of a turn, an episode or a fact; to look, its first four characters do."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output and nothing else.")]
 Llm = Annotated[
     str | None,

@@ -95,7 +95,7 @@ def _guard(stack: ExitStack, keys_path: Path | None, settings: ServiceSettings) 
     stack.callback(keys.close)
     tokens = None
     if settings.oidc_issuer is not None and settings.oidc_audience is not None:
-        limits = KeyLimits(requests_per_s=settings.oidc_requests_per_s)
+        limits = KeyLimits(settings.oidc_requests_per_s, None, settings.oidc_tokens_per_day)
         try:
             tokens = TokenVerifier(settings.oidc_issuer, settings.oidc_audience, limits)
         except ValueError as error:

@@ -21,7 +21,8 @@ Each tenant has its own memories: **turns** as they were said, **episodes** and 
 model writes when a topic recurs. A turn is durable and searchable when its request is answered; no language
 model is on that path.
 
-**Keys.** Send yours as `Authorization: Bearer ut_...` or as `X-API-Key`. A key is bound to tenants and to
+**Keys.** Send yours as `Authorization: Bearer ut_...` or as `X-API-Key`, or a token of the service's OpenID
+Connect issuer, if it has one, as bearer. A key is bound to tenants and to
 scopes (read, write, erase, admin); no scope includes another. A key that may not use a tenant gets 403,
 whether or not the tenant exists.
 

@@ -58,10 +58,11 @@ class ServiceSettings(BaseSettings):
     keep_s: float = Field(default=86_400.0, gt=0)
 
     # an OpenID Connect issuer, whose access tokens for this audience are taken beside keys; and the requests
-    # a second of each of its subjects
+    # a second and LLM tokens a day of each of its subjects
     oidc_issuer: str | None = None
     oidc_audience: str | None = None
     oidc_requests_per_s: float | None = Field(default=None, gt=0)
+    oidc_tokens_per_day: int | None = Field(default=None, ge=0)
 
     # at shutdown: how long /health/ready reports it before connections are refused, even without requests;
     # and how long requests under way may take

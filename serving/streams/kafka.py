@@ -33,7 +33,7 @@ DEFAULTS = {
     # critical; we report errors ourselves
     "log_level": "2",
 }
-PROBE_S, DELIVERY_MS, CLOSE_S = 2.0, 30_000, 10.0
+PROBE_S, DELIVERY_MS = 2.0, 30_000
 # of a commit: the partitions are read again, by us or by another member
 LOST = ("ILLEGAL_GENERATION", "UNKNOWN_MEMBER_ID", "REBALANCE_IN_PROGRESS", "_NO_OFFSET", "_ASSIGNMENT_LOST")
 FINAL = (

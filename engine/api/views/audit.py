@@ -18,32 +18,26 @@ Float32s = NDArray[np.float32]
 KINDS: tuple[MemoryKind, ...] = ("episode", "fact")
 # Cosines: the same statement again; statements about the same thing.
 REPEATED, RELATED = 0.95, 0.8
-# Of the words of two facts, the part that both have, where they are about the same thing.
-SHARED_WORDS = 0.5
+# And the part of their words that both have.
+REPEATED_WORDS, RELATED_WORDS = 0.8, 0.5
 AT_ONCE = 1_024
 
 _SHORT_NOT = re.compile(r"n['’]t\b")
 _WORD = re.compile(r"\w+")
 _NEGATIONS = frozenset(("no", "not", "never", "none", "nobody", "nothing", "without", "cannot"))
-_NUMBERS = frozenset(
+# "may" is left out: it is more often a verb than a month
+_DATES = frozenset(
     (
-        *("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
-        *(
-            "once",
-            "twice",
-            "first",
-            "second",
-            "third",
-            "monday",
-            "tuesday",
-            "wednesday",
-            "thursday",
-            "friday",
-        ),
-        *("saturday", "sunday", "january", "february", "march", "april", "june", "july", "august"),
-        *("september", "october", "november", "december"),
+        *("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday", "january"),
+        *("february", "march", "april", "june", "july", "august", "september", "october", "november"),
+        "december",
     )
 )
+_COUNTS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"),
+    "twelve",
+)
+_DIGITS = {word: str(n) for n, word in enumerate(_COUNTS)} | {"once": "1", "twice": "2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +51,18 @@ class _Claims:
     @classmethod
     def of(cls, text: str) -> _Claims:
         words = _WORD.findall(_SHORT_NOT.sub(" not", text.lower()))
-        numbers = frozenset(word for word in words if word in _NUMBERS or word[0].isdigit())
+        words = [_DIGITS.get(word, word) for word in words]
+        numbers = frozenset(word for word in words if word in _DATES or word[0].isdigit())
         negations = [word for word in words if word in _NEGATIONS]
         return cls(frozenset(words) - numbers - set(negations), numbers, len(negations))
 
+    def shared(self, other: _Claims) -> float:
+        """The part of the words of both that both have."""
+        return len(self.words & other.words) / (len(self.words | other.words) or 1)
+
     def may_contradict(self, other: _Claims) -> bool:
-        """The same words, but other numbers or dates in both, or one more negation."""
-        shared, every = len(self.words & other.words), len(self.words | other.words)
-        if not every or shared < SHARED_WORDS * every:
+        """Much the same words, but other numbers or dates in both, or a negation more in one."""
+        if self.shared(other) < RELATED_WORDS:
             return False
         return bool(self.numbers - other.numbers and other.numbers - self.numbers) or (
             self.negations % 2 != other.negations % 2
@@ -74,10 +72,11 @@ class _Claims:
 def audit(reports: Reports, tenant: str, k: int) -> Report:
     """A tenant's doubtful memories: lists of `repeats`, `contradictions`, `never_shown` and `single_source`.
 
-    A repeat has the nearest earlier memory of its kind, at a cosine of at least REPEATED, without a sign of a
-    contradiction. Two facts may contradict each other if their cosine is at least RELATED and they have the
-    same words, but other numbers or dates, or a negation more: a person has to judge. A memory is never shown
-    if no vector of its source turns has it among the `k` nearest of its kind. UnknownTenant.
+    A repeat has the nearest earlier memory of its kind with a cosine of at least REPEATED and much the same
+    words. Two facts may contradict each other if their cosine is at least RELATED and they have many of the
+    same words, but other numbers or dates, or one has a negation more: a person has to judge. What differs in
+    a name alone is not seen. A memory is never shown if no vector of its source turns has it among the `k`
+    nearest of its kind. UnknownTenant.
     """
     reports.tenants.require(tenant)
     turns = dict(reports.turns_with_vectors(tenant))
@@ -103,13 +102,19 @@ def _pairs(memories: Sequence[Report], vectors: Float32s) -> Iterator[tuple[str,
         cosines = vectors[start : start + AT_ONCE] @ vectors.T
         for at, row in enumerate(cosines, start):
             related = np.flatnonzero(row[:at] >= RELATED)
-            nearest_first = related[np.argsort(-row[related], kind="stable")]
-            doubtful = [n for n in nearest_first.tolist() if claims[at].may_contradict(claims[n])]
-            same = [n for n in nearest_first.tolist() if row[n] >= REPEATED and n not in doubtful]
-            if doubtful and memories[at]["kind"] == "fact":
-                yield "contradictions", _pair(memories[at], memories[doubtful[0]], row[doubtful[0]])
-            if same:
-                yield "repeats", _pair(memories[at], memories[same[0]], row[same[0]])
+            nearest_first = related[np.argsort(-row[related], kind="stable")].tolist()
+            doubtful = next((n for n in nearest_first if claims[at].may_contradict(claims[n])), None)
+            same = next((n for n in nearest_first if _is_repeat(row[n], claims[at], claims[n])), None)
+            if doubtful is not None and memories[at]["kind"] == "fact":
+                yield "contradictions", _pair(memories[at], memories[doubtful], row[doubtful])
+            if same is not None:
+                yield "repeats", _pair(memories[at], memories[same], row[same])
+
+
+def _is_repeat(cosine: np.float32, one: _Claims, other: _Claims) -> bool:
+    if cosine < REPEATED or one.may_contradict(other):
+        return False
+    return one.shared(other) >= REPEATED_WORDS
 
 
 def _never_shown(

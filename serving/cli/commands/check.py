@@ -76,7 +76,8 @@ def audit(
 ) -> None:
     """List a tenant's doubtful memories: repeats, contradictions, never shown ones, and those of one turn.
 
-    It compares vectors and words, without an LLM: of what it calls a contradiction, a person has to judge.
+    It compares vectors, words, numbers and negations, without an LLM. Of what it calls a contradiction, a
+    person has to judge; one that only exchanges a name is not seen.
     """
     from undertow.engine.api.views.audit import audit as found_in
 

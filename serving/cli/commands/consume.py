@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import signal
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -144,8 +144,10 @@ def _run(connect: Callable[[], Source], store: opt.Store, settings: Settings, op
     if options.ray is None and options.shards is not None:
         raise WrongUsage("--shards goes with --ray: give --ray local, or the address of a Ray cluster.")
     opening = open_memory(store, settings, options.ray, shards=options.shards, create=True, resume=True)
+    group = ExitStack()
+    source = group.enter_context(closing(connect()))
     with (
-        closing(connect()) as source,
+        group,
         opening as memory,
         ctrl_c(signal.SIGTERM) as stopped,
     ):
@@ -173,6 +175,7 @@ def _run(connect: Callable[[], Source], store: opt.Store, settings: Settings, op
             say(str(run.report.stopped_by))
             code = Exit.INPUT
         elif options.until_end and not stopped.is_set():
+            group.close()  # what waits for the LLM holds up no other member
             _, code = drain(memory)
     put_figures(summary(run.report), title=str(store), as_json=options.as_json)
     raise typer.Exit(code)

@@ -114,7 +114,7 @@ def search(
     recall = {"turn": {"turn_recall": found.turn_recall}}
     ranked = found.ranked(k)
     hits = [{**asdict(hit), **recall.get(hit.kind, {})} for hit in ranked]
-    title = f"{len(hits)} results for {tenant}"
+    title = f"{len(hits)} result{'s' * (len(hits) != 1)} for {tenant}"
     if (how := found.explained(ranked)) is None:
         put_records(hits, ("score", "kind", "timestamp", "memory"), title=title, as_json=as_json)
     else:
@@ -147,7 +147,9 @@ def _put_explained(hits: list[Report], how: Report, title: str, *, as_json: bool
 
     put_table(list(map(row, hits)), PARTS, title=title)
     others = list(map(row, how["left_out"]))
-    put_table(others, ("score", "left_out_by", "matched", "memory"), title=f"The {len(others)} best left out")
+    if others:
+        columns = ("score", "left_out_by", "matched", "memory")
+        put_table(others, columns, title=f"The {len(others)} best left out")
     for name, count in how["passing"].items():
         say(f"({count:,} of {how['turns']:,} turns pass the filter by {LEFT_OUT_BY[name]})")
     if how["telling_words"]:
@@ -173,6 +175,9 @@ def _filters(options: list[str]) -> dict[str, Any]:
         try:
             value = orjson.loads(text)
         except orjson.JSONDecodeError:
+            if text.startswith(("{", "[")):
+                form = 'operators go as n={"$gte": 3}'
+                raise WrongUsage(f"--where {option!r:.80} is no JSON; {form}.") from None
             value = text
         given = filters.setdefault(key, value if isinstance(value, dict) else [])
         if isinstance(given, list) and not isinstance(value, dict):
@@ -321,6 +326,9 @@ def _of_any(store: Location, memory_id: str, read: Callable[[Reports, str], T]) 
                     f"{len(meant):,} memories have ids that begin with {memory_id}: give more."
                 )
             memory_id = meant.pop() if meant else memory_id
+        elif len(memory_id) < FEWEST_ID_CHARS:
+            short = f"{memory_id!r} is too short: give {FEWEST_ID_CHARS} characters of the id, or more."
+            raise UndertowError(short)
         for reports in shards:
             try:
                 return read(reports, memory_id)

@@ -19,12 +19,17 @@ from undertow.serving.http.problems import Problem
 log = logging.getLogger(__name__)
 
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
-NO_KEY = "Send your key as Authorization: Bearer ut_... or as X-API-Key. /docs describes the API without one."
+NO_KEY = (
+    "Send your key, or a token, as Authorization: Bearer ut_... or as X-API-Key. /docs needs none, and "
+    "describes the API."
+)
 NOT_LOOPBACK = (
     "Without keys, this service answers to localhost and the loopback addresses, 127.x.x.x and [::1]."
 )
 # an IPv6 address in brackets, or a name or IPv4 address; and a port
 HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+))(?::[0-9]{1,5})?")
+# most of the time between two reads of an issuer's keys
+RETRY_S = 5.0
 # three parts in URL-safe base64; a key has no dots
 JWT = re.compile(r"[\w-]+\.[\w-]+\.[\w-]+", re.ASCII)
 ANYONE = Principal(WITHOUT_KEY, "", TenantScope(all_tenants=True), frozenset(Scope), NO_LIMITS)
@@ -57,7 +62,7 @@ class KeyGuard:
             log.info("key refused: %s", refused.reason)
             raise Problem(401, "key-refused", str(refused), headers=CHALLENGE) from None
         except KeysUnread as unread:
-            raise Problem(503, "issuer", f"{unread} Try again.", retry_after_s=1) from None
+            raise Problem(503, "issuer", f"{unread} Try again.", retry_after_s=RETRY_S) from None
         wait_s = self._rates.take(principal)
         if wait_s:
             words = "This key sends more requests than it may. Wait."

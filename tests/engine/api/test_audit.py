@@ -10,7 +10,7 @@ import pytest
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
-from undertow.engine.api.views.audit import REPEATED, audit
+from undertow.engine.api.views.audit import REPEATED, _Claims, audit
 from undertow.engine.base.results import Report
 from undertow.engine.tenants.registry import UnknownTenant
 
@@ -24,7 +24,8 @@ FACTS = (
     "Ann does not keep a green boat in the harbour near the mill",
     "Bo moved to Lisbon with his two cats in March",
     "Bo moved to Lisbon with his two cats in April",
-    "Cy repairs old radios",
+    "Cy has 2 daughters and lives in Paris",
+    "Cy has two daughters and lives in London",
 )
 REPEATS = {FACTS[1]: FACTS[0]}
 CONTRADICTIONS = {FACTS[2]: FACTS[0], FACTS[4]: FACTS[3]}
@@ -85,3 +86,21 @@ def test_the_program_prints_it_and_knows_its_tenants(engine: Engine) -> None:
     assert "nobody" in run("audit", "--tenant", "nobody", *of).err
     with pytest.raises(UnknownTenant):
         audit(engine._reports, "nobody", 10)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "doubtful"),
+    [
+        ("Ann has 2 cats", "Ann has two cats", False),
+        ("Ann has two cats", "Ann has three cats", True),
+        ("Ann weighs 60 kilograms", "Ann weighs 61 kilograms", True),
+        ("Ann didn't sell her boat", "Ann did sell her boat", True),
+        ("Ann did not, not ever, sell her boat", "Ann did sell her boat", False),
+        ("Ann met Bo on Monday", "Cy sold nine radios in June", False),
+        ("Ann was born in March", "Ann was born in April 1999", True),
+        ("Ann was born in March", "Ann was born", False),
+    ],
+)
+def test_numbers_dates_and_negations_make_a_doubt(one: str, other: str, doubtful: bool) -> None:
+    assert _Claims.of(one).may_contradict(_Claims.of(other)) == doubtful
+    assert _Claims.of(other).may_contradict(_Claims.of(one)) == doubtful

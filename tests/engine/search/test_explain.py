@@ -115,8 +115,10 @@ def test_a_report_of_some_hits_says_why_the_others_are_not_there(tmp_path: Path)
     report = found.explained(first, least)
     assert report is not None
     reasons = [item["reason"] for item in report["left_out"]]
-    assert reasons[:6] == ["top_k"] * 3 + ["threshold"] * 3
-    assert set(reasons[6:]) == {"count"}
+    assert reasons == ["top_k"] * 3 + ["threshold"] * (MAX_LEFT_OUT - 3)
+    plain = found.explained(first)
+    assert plain is not None
+    assert [item["reason"] for item in plain["left_out"]] == ["top_k"] * 6 + ["count"] * (MAX_LEFT_OUT - 6)
     assert len(reasons) == MAX_LEFT_OUT
     assert report["scores"].keys() == {hit.id for hit in first} | {item["id"] for item in report["left_out"]}
     assert SearchResult((), (), ()).explained([]) is None
@@ -128,12 +130,16 @@ def test_nothing_is_told_of_what_no_search_may_find(tmp_path: Path) -> None:
     with open_engine(tmp_path / "store", llm, theta_sim=0.3) as engine:
         receipts = engine.add_batch([turn_of("ann", n, f"the boat and the secret{n}") for n in range(8)])
         assert engine.drain()
-        before = engine.search("ann", "secret3", k_sub=0, k_epi=0, k_sem=0, explain=True)
-        assert any("secret3" in hit.memory for hit, _ in (before.explanation or pytest.fail()).left_out)
+        few: dict[str, Any] = {"k_sub": 1, "k_epi": 1, "k_sem": 1}
+        before = engine.search("ann", "secret3", **few, explain=True)
+        assert "secret3" in str(before.explanation)
         assert receipts[3].id is not None
         engine.delete(receipts[3].id)
-        hidden = engine.search("ann", "secret3", k_sub=0, k_epi=0, k_sem=0, explain=True)
-        assert "secret3" not in str(hidden.explanation)
+        hidden = engine.search("ann", "secret3", **few, explain=True)
+        assert "secret3" not in str(hidden)
+        turns = engine.search("ann", "boat", k_sub=1, k_epi=0, k_sem=0, explain=True).explanation
+        assert turns is not None
+        assert {hit.kind for hit, _ in turns.left_out} == {"turn"}, "no other kind was asked for"
         assert engine.drain()
         remade = engine.search("ann", "secret3", k_sub=5, explain=True)
     assert "secret3" not in str(remade.explanation)

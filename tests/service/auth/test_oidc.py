@@ -8,6 +8,7 @@ import threading
 import time
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 from joserfc import jwt
-from joserfc.jwk import ECKey, RSAKey
+from joserfc.jwk import ECKey, OKPKey, RSAKey
 
 from undertow.engine.base.model import UndertowError
 from undertow.serving.auth import oidc
@@ -36,19 +37,22 @@ class Issuer:
 
     def __init__(self) -> None:
         self.keys: dict[str, Any] = {}
+        self.odd: list[Any] = []
+        self.moved: str | None = None
+        self.answers, self.reads = True, 0
         issuer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                issuer.reads += self.path != "/jwks"
+                keys = [key.as_dict(private=False) for key in issuer.keys.values()]
+                described = {"issuer": issuer.url, "jwks_uri": issuer.moved or f"{issuer.url}/jwks"}
                 documents = {
-                    "/.well-known/openid-configuration": {
-                        "issuer": issuer.url,
-                        "jwks_uri": f"{issuer.url}/jwks",
-                    },
-                    "/jwks": {"keys": [key.as_dict(private=False) for key in issuer.keys.values()]},
+                    "/.well-known/openid-configuration": described,
+                    "/jwks": {"keys": [*issuer.odd, *keys]},
                 }
                 body = json.dumps(documents[self.path]).encode()
-                self.send_response(200)
+                self.send_response(200 if issuer.answers else 500)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -62,7 +66,13 @@ class Issuer:
     def key(self, kid: str, kind: str = "RSA") -> Any:
         """A new key, which it names from now on."""
         more: Any = {"kid": kid, "use": "sig"}
-        made = RSAKey.generate_key(2048, more) if kind == "RSA" else ECKey.generate_key("P-256", more)
+        match kind:
+            case "RSA":
+                made: Any = RSAKey.generate_key(2048, more)
+            case "Ed25519":
+                made = OKPKey.generate_key(kind, more)
+            case _:
+                made = ECKey.generate_key(kind, more)
         self.keys[kid] = made
         return made
 
@@ -88,7 +98,7 @@ class Issuer:
 def issuer() -> Iterator[Issuer]:
     made = Issuer()
     made.key("rsa")
-    made.key("ec", "EC")
+    made.key("ec", "P-256")
     yield made
     made.close()
 
@@ -149,6 +159,7 @@ NOW = int(time.time())
         {"undertow_tenants": ["ann"], "undertow_all_tenants": True},
         {"undertow_tenants": None, "undertow_tenant_prefix": ""},
         {"undertow_tenants": None, "undertow_all_tenants": "yes"},
+        {"undertow_tenants": None, "undertow_all_tenants": 1},
     ],
     ids=str,
 )
@@ -185,22 +196,89 @@ def part(document: dict[str, str]) -> str:
     return urlsafe_b64encode(json.dumps(document).encode()).decode().rstrip("=")
 
 
-def test_rotated_keys(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
+SOON_S = 0.3
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oidc, "SOONEST_S", SOON_S)
+
+
+def test_rotated_keys(issuer: Issuer, soon: None) -> None:
     """A new key is taken once it was read; a token of one that the issuer has dropped is refused."""
-    monkeypatch.setattr(oidc, "SOONEST_S", 0.0)
     first = issuer.key("first")
-    verifier = TokenVerifier(issuer.url, AUDIENCE, NO_LIMITS)
-    try:
+    with closing(TokenVerifier(issuer.url, AUDIENCE, NO_LIMITS)) as verifier:
         wait_until(lambda: accepted(verifier, issuer.token(first)))
         del issuer.keys["first"]
         second = issuer.key("second")
         with pytest.raises(KeysUnread):
             verifier.check(issuer.token(second))
         wait_until(lambda: accepted(verifier, issuer.token(second)))
-        assert not accepted(verifier, issuer.token(first))
-    finally:
-        verifier.close()
-        issuer.keys.pop("second", None)
+        del issuer.keys["second"]
+        wait_until(lambda: is_refused(verifier, issuer.token(first)))
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_tokens_of_unknown_keys_do_not_flood_the_issuer(soon: None, answers: bool) -> None:
+    issuer = Issuer()
+    known, stranger = issuer.key("known"), RSAKey.generate_key(2048)
+    issuer.answers = answers
+    with closing(issuer), closing(TokenVerifier(issuer.url, AUDIENCE, NO_LIMITS)) as verifier:
+        wait_until(lambda: issuer.reads > 0)
+        began_s, before = time.monotonic(), issuer.reads
+        for n in range(300):
+            assert not accepted(verifier, issuer.token(stranger, header={"kid": f"{n}"}))
+        assert issuer.reads - before <= 1 + (time.monotonic() - began_s) / SOON_S
+        issuer.answers = True
+        wait_until(lambda: accepted(verifier, issuer.token(known)))
+
+
+def test_keys_that_cannot_be_used_are_passed_over(soon: None) -> None:
+    issuer = Issuer()
+    good = issuer.key("good")
+    odd: list[Any] = [
+        *({"kty": "RSA", "n": "AQAB", "e": "AQAB"}, {"kid": "x", "kty": "OKP", "crv": "X25519", "x": "AA"}),
+        *(
+            {"kid": "m", "kty": "AKP", "alg": "ML-DSA-44"},
+            {"kid": "e", "kty": "EC", "crv": "P-256", "x": "A"},
+        ),
+        *({"kid": "o", "kty": "oct", "k": "AAAA"}, {"kty": 3}, "no object", None),
+    ]
+    with closing(issuer), closing(TokenVerifier(issuer.url, AUDIENCE, NO_LIMITS)) as verifier:
+        issuer.odd = odd
+        wait_until(lambda: accepted(verifier, issuer.token(good)))
+        issuer.odd = [{"kid": ["x"]}, 3, {"kty": "RSA", "kid": "r"}]
+        later = issuer.key("later")
+        wait_until(lambda: accepted(verifier, issuer.token(later)))
+        issuer.moved = "http://127.0.0.1/\r\nx"
+        assert not accepted(verifier, issuer.token(RSAKey.generate_key(2048), header={"kid": "n"}))
+        time.sleep(2 * SOON_S)
+        issuer.moved = None
+        last = issuer.key("last")
+        wait_until(lambda: accepted(verifier, issuer.token(last)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "alg"),
+    [(kind, alg) for kind, of in oidc.ALGORITHMS.items() for alg in of],
+)
+def test_every_algorithm_is_checked(issuer: Issuer, kind: str, alg: str) -> None:
+    key = issuer.key(f"{kind} {alg}", kind)
+    with closing(TokenVerifier(issuer.url, AUDIENCE, NO_LIMITS)) as verifier:
+        token = issuer.token(key, alg)
+        wait_until(lambda: accepted(verifier, token))
+        assert not accepted(verifier, token[:-8] + "AAAAAAAA")
+    del issuer.keys[f"{kind} {alg}"]
+
+
+def is_refused(verifier: TokenVerifier, token: str) -> bool:
+    try:
+        verifier.check(token)
+    except KeysUnread:
+        return False
+    except KeyRefused:
+        return True
+    return False
 
 
 def accepted(verifier: TokenVerifier, token: str) -> bool:
@@ -221,7 +299,7 @@ def test_while_the_issuer_is_down_its_last_keys_and_our_own_stay(tmp_path: Path)
         assert client.get("/v1/tenants").status_code == 403, "known still"
     with serving(tmp_path / "after", **bounds) as service:
         waits = service.client_of(issuer.token(key)).get("/v1/tenants")
-        assert (waits.status_code, waits.headers["retry-after"]) == (503, "1")
+        assert (waits.status_code, waits.headers["retry-after"]) == (503, "5")
         assert service.client().get("/v1/tenants").status_code == 200
 
 

@@ -70,6 +70,8 @@ def test_a_search_filters_by_metadata_and_finds_what_our_own_routes_added(
     assert found(filters={"topic": {"ne": "boat"}}) == ["user: word1 about it"]
     assert len(hits(limit=1)) == len(hits(top_k=1)) == 1
     assert found(filters={"user_id": "own-bob"}) == found()
+    both = {"AND": [{"topic": "boat"}, {"user_id": "own-bob"}, {"run_id": "r0"}]}
+    assert found(filters=both) == ["user: word0 about it"]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,9 @@ def test_a_search_filters_by_metadata_and_finds_what_our_own_routes_added(
         ("GET", "/memories?user_id=a&page=2", None, 422, "page"),
         ("DELETE", "/memories", None, 422, "user_id"),
         ("PUT", "/memories/x", {"text": "x"}, 404, "no id of a memory"),
+        ("PUT", "/memories/x", {"text": "x", "data": "y"}, 422, "Give one of both"),
+        ("POST", "/search", {"query": "x", "user_id": "a", "limit": 1, "top_k": 5}, 422, "Give one of both"),
+        ("GET", "/memories?user_id=a&limit=1&top_k=5", None, 422, "Give one of both"),
         ("POST", "/reset", {}, 501, "DELETE /memories?user_id="),
         ("POST", "/configure", {}, 501, "where it is started"),
         ("GET", "/entities", None, 501, "/v1/tenants"),

@@ -22,30 +22,42 @@ async def search(call: Call) -> Any:
     filters = body.pop("filters", None) or {}
     if not isinstance(filters, Mapping):
         raise bad_field("filters", "must be an object.")
-    metadata = {name: value for name, value in filters.items() if name not in (*ENTITIES, *JOINED)}
-    given = {name: filters[name] for name in filters if name not in metadata}
     entities = {name: body.pop(name) for name in ENTITIES if body.get(name) is not None}
-    for name in entities:
-        if given.setdefault(name, entities[name]) != entities[name]:
+    for name, value in entities.items():
+        if filters.get(name, value) != value:
             raise bad_field(name, "is given twice, with different values. Give it once.")
-    if "limit" in body:
-        body.setdefault("top_k", body.pop("limit"))
-    call.replace({**body, "filters": {**given, **({"metadata": metadata} if metadata else {})}})
+    _rename(body, "limit", "top_k")
+    call.replace({**body, "filters": {**_platform_form(filters), **entities}})
     return await methods.search(call)
+
+
+def _platform_form(filters: Mapping[str, Any]) -> dict[str, Any]:
+    """Filters with their metadata in an object of its own; so also the parts of an AND."""
+    own = {name: value for name, value in filters.items() if name in (*ENTITIES, *JOINED)}
+    metadata = {name: value for name, value in filters.items() if name not in own}
+    if isinstance(parts := own.get("AND"), list):
+        own["AND"] = [_platform_form(part) if isinstance(part, Mapping) else part for part in parts]
+    return {**own, "metadata": metadata} if metadata else own
+
+
+def _rename(given: dict[str, Any], former: str, name: str) -> None:
+    """Another name of a field. Problem 422: both are given."""
+    if former in given:
+        if name in given:
+            raise bad_field(former, f"is another name of {name} here. Give one of both.")
+        given[name] = given.pop(former)
 
 
 async def get_all(call: Call) -> Any:
     """The first memories of the entities in the query string."""
     checked(call.query, {*ENTITIES, "limit", "top_k"}, {})
-    entities = {name: call.query[name] for name in ENTITIES if name in call.query}
-    limit = call.query.get("top_k", call.query.get("limit", str(methods.PAGE_SIZE)))
-    call.replace({"filters": entities})
-    call.query = {"page_size": limit}
+    _rename(call.query, "limit", "top_k")
+    call.replace({"filters": {name: call.query[name] for name in ENTITIES if name in call.query}})
+    call.query = {"page_size": call.query.get("top_k", str(methods.PAGE_SIZE))}
     return {"results": (await methods.get_all(call))["results"]}
 
 
 async def update(call: Call) -> Any:
     """Its documents name the new words `text`, and its earlier ones `data`."""
-    body = await call.body()
-    call.replace({"text" if name == "data" else name: value for name, value in body.items()})
+    _rename(await call.body(), "data", "text")
     return await methods.update(call)
