@@ -22,4 +22,4 @@ def refuse_unknown(prefix: str, settings: Collection[str]) -> None:
         if name == variable or name in known or variable.startswith(others):
             continue
         near = ", ".join(f"{prefix}{setting}" for setting in get_close_matches(name, known, n=3))
-        raise ValueError(f"{variable} is no setting; {f'there is {near}' if near else 'unset it'}")
+        raise ValueError(f"{variable} is no setting; {f'did you mean {near}?' if near else 'unset it'}")

@@ -83,8 +83,8 @@ def calibrate(
         pairs.add(vectors)
     if share * pairs.total < FEWEST_LINKED:
         raise UndertowError(
-            f"too few turns to propose a threshold: {share:g} of {pairs.total:,} pairs of turns is less than "
-            f"{FEWEST_LINKED}. Ingest more conversations, or give a larger --share."
+            f"too few turns to propose a threshold: they make {pairs.total:,} pairs, and a share of "
+            f"{share:g} needs {FEWEST_LINKED / share:,.0f}. Ingest more conversations."
         )
     shares = sorted({share / 2, share, min(share * 2, 0.99)})
     proposals = [_proposal(sample, pairs, s, theta_count) for s in shares]

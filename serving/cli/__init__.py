@@ -32,34 +32,31 @@ from undertow.serving.cli.options import with_groups
 
 __all__ = ["app", "main"]
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "ingest": ingest.ingest,
-    "serve": serve.serve,
-    "mcp": mcp.mcp,
-    "search": read.search,
-    "ask": read.ask,
-    "list": read.list_,
-    "explain": read.explain,
-    "get": read.get,
-    "history": read.history,
-    "export": read.export,
-    "import": edit.import_,
-    "stats": read.stats,
-    "update": edit.update,
-    "delete": edit.delete,
-    "erase": erase.erase,
-    "policy": policy.policy,
-    "flush": policy.flush,
-    "jobs": edit.jobs,
-    "reindex": edit.reindex,
-    "repair": edit.repair,
-    "audit": check.audit,
-    "calibrate": check.calibrate,
-    "estimate": estimate.estimate,
-    "eval": evaluate,
-    "doctor": check.doctor,
-    "demo": check.demo,
-    "quickstart": check.quickstart,
+# by the panels of --help
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+    "Start": {"quickstart": check.quickstart, "demo": check.demo, "doctor": check.doctor},
+    "Take in": {"ingest": ingest.ingest, "import": edit.import_, "flush": policy.flush},
+    "Find": {"search": read.search, "ask": read.ask},
+    "Look": {
+        "list": read.list_,
+        "get": read.get,
+        "history": read.history,
+        "explain": read.explain,
+        "stats": read.stats,
+        "jobs": edit.jobs,
+        "audit": check.audit,
+        "export": read.export,
+    },
+    "Change": {
+        "update": edit.update,
+        "delete": edit.delete,
+        "erase": erase.erase,
+        "policy": policy.policy,
+        "reindex": edit.reindex,
+        "repair": edit.repair,
+    },
+    "Serve": {"serve": serve.serve, "mcp": mcp.mcp},
+    "Measure": {"calibrate": check.calibrate, "estimate": estimate.estimate, "eval": evaluate},
 }
 
 app = typer.Typer(
@@ -71,12 +68,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for name, command in COMMANDS.items():
-    app.command(name)(with_groups(command))
-app.add_typer(consume.consume, name="consume")
-app.add_typer(cluster.cluster, name="cluster")
-app.add_typer(keys.keys, name="keys")
-app.add_typer(bench.bench, name="bench")
+for panel, commands in COMMANDS.items():
+    for name, command in commands.items():
+        app.command(name, rich_help_panel=panel)(with_groups(command))
+app.add_typer(consume.consume, name="consume", rich_help_panel="Take in")
+app.add_typer(keys.keys, name="keys", rich_help_panel="Serve")
+app.add_typer(cluster.cluster, name="cluster", rich_help_panel="Serve")
+app.add_typer(bench.bench, name="bench", rich_help_panel="Measure")
 
 
 def _version(asked: bool) -> None:

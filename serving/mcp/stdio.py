@@ -14,16 +14,16 @@ _RETRIES = Retries(patience_s=10)
 _LOOK_S = 5.0
 
 
-async def refuses(url: str, key: str | None) -> bool:
-    """Whether a service wants another key, or one at all. False too if none responds: it may start later."""
+async def refuses(url: str, key: str | None) -> bool | None:
+    """Whether a service wants another key, or one at all. None if none responds: it may start later."""
     async with AsyncClient(url, key, timeout_s=_LOOK_S, retries=Retries(patience_s=0)) as client:
         try:
             async for _ in client.tenants():
                 break
         except AuthError as refused:
             return refused.status == 401
-        except ServiceError:
-            return False
+        except ServiceError as failed:
+            return None if failed.status is None else False
     return False
 
 

@@ -199,7 +199,9 @@ class Consumer:
             except errors as error:
                 if until_s is None:
                     until_s = time.monotonic() + self._patience_s
-                    self._on_warning(f"{error} Tried again for {self._patience_s:g} s.")
+                    self._on_warning(
+                        f"{str(error).rstrip('.')}; it is tried again for up to {self._patience_s:g} s."
+                    )
                 if time.monotonic() >= until_s:
                     raise
                 self._hold(pause_s)

@@ -133,9 +133,11 @@ def test_a_job_whose_driver_shards_and_workers_are_killed_is_completed_by_the_sa
     assert job.killed["driver"] and job.killed["worker"] and job.killed["shard"], job.killed
     done = job.last.result()
     assert list(done) == [*SUMMARY_KEYS, "errors", "warnings", "parked_turns", "files", "run"]
-    timed = ("elapsed_s", "turns_per_s", "cached_prompt_tokens")
+    timed = ("elapsed_s", "turns_per_s", "cached_prompt_tokens", "run")
     figures = {k: v for k, v in one_process[1].items() if k not in timed}
     assert {k: done[k] for k in figures} == figures
+    turns = len(TENANTS) * TURNS
+    assert done["run"]["read_turns"] == done["run"]["new_turns"] + done["run"]["known_turns"] == turns
     assert (done["parked_turns"], done["files"]) == (0, [])
     assert "A worker died" not in job.last.err
     assert everything(built) == expected

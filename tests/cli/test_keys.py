@@ -142,6 +142,7 @@ def test_wrong_usage_is_reported_and_nothing_is_made(tmp_path: Path, file: Path)
         (("create", *at, "--scope", "read"), "give one"),
         (("create", *at, "--scope", "read", "--tenant", "ada", "--all-tenants"), "give one"),
         (("create", *at, "--scope", "read", "--tenant-prefix", ""), "empty"),
+        (("create", *at, "--scope", "read", *("--tenant-prefix", "a/") * 2), "takes one --tenant-prefix"),
         (("create", *at, "--all-tenants"), "--scope"),
         (("create", *at, "--all-tenants", "--scope", "fly"), "--scope"),
         (("create", *at, *READ_ALL, "--burst", "3"), "requests_per_s"),

@@ -86,7 +86,7 @@ def test_the_beginning_of_an_id_and_no_kind_are_enough(built: Path, monkeypatch:
     assert run("get", whole[:8], *of).doc == run("get", whole, *of).doc == turns[3]
     assert run("history", whole[:8], *of).lines == [turns[3]]
     assert "no memory has the id" in run("get", "ffff", *of).err
-    assert "give 4 characters of the id, or more" in run("get", whole[:1], *of).err
+    assert "give 4 characters or more" in run("get", whole[:1], *of).err
     monkeypatch.setattr(read, "FEWEST_ID_CHARS", 1)
     refused = [run("get", digit, *of).err for digit in "0123456789abcdef"]
     assert any("memories have ids that begin with" in told for told in refused), "of 48 turns"

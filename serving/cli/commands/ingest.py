@@ -233,8 +233,9 @@ def _put_summary(summary: dict[str, Any], store: Location, *, as_json: bool) -> 
     }
     del run["read_turns"]
     done |= {f"LLM {name}" if name == "calls" else name: count for name, count in run.items()}
-    done |= {"new turns a second, until searchable": summary.pop("turns_per_s")}
-    done |= {"seconds in all": summary.pop("elapsed_s")}
+    rates = {"new turns a second, until searchable": summary.pop("turns_per_s")}
+    rates |= {"seconds in all": summary.pop("elapsed_s")}
+    done |= {name: rate and f"{rate:,.1f}" for name, rate in rates.items()}
     put_pairs({name: count for name, count in done.items() if count}, title="This run")
     put_pairs(summary, title=f"All of {store}")
     if files:

@@ -82,8 +82,8 @@ def create(
     tenant: Annotated[
         list[str] | None, typer.Option("--tenant", help="Only for this tenant; may be repeated.")
     ] = None,
-    prefix: Annotated[
-        str | None,
+    prefixes: Annotated[
+        list[str] | None,
         typer.Option("--tenant-prefix", help="For all tenants whose names begin with this, such as acme/."),
     ] = None,
     all_tenants: Annotated[bool, typer.Option("--all-tenants", help="For all tenants.")] = False,
@@ -106,7 +106,10 @@ def create(
     """Make a key and write it to standard output: it is stored hashed, and cannot be shown again."""
     from undertow.serving.auth.key_file import utc_now
 
+    if len(prefixes or ()) > 1:
+        raise WrongUsage("a key takes one --tenant-prefix: make a key for each, or name the tenants.")
     key_file = place.key_file()
+    prefix = prefixes[0] if prefixes else None
     with wrong_usage():
         reach = TenantScope(tuple(dict.fromkeys(tenant or ())), prefix, all_tenants)
         limits = KeyLimits(requests_per_s, burst, tokens_per_day)

@@ -14,6 +14,7 @@ from undertow.engine.storage.location import Location
 from undertow.serving.auth.principal import check_name
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
+from undertow.serving.cli.output import say
 from undertow.serving.cli.stores import is_root
 
 if TYPE_CHECKING:
@@ -81,7 +82,9 @@ def _serve_remote(url: str, key: str | None, tenant: str | None) -> None:
     with wrong_usage():
         checked_url(url)
         headers_of(key)
-    if asyncio.run(refuses(url, key)):
+    if (refused := asyncio.run(refuses(url, key))) is None:
+        say(f"warning: {url} does not answer yet; calls fail until it does.")
+    if refused:
         what = "wants a key" if key is None else "refuses this key, which may be revoked or another service's"
         raise WrongUsage(
             f"{url} {what}: set {KEY_VARIABLE} for this command, or give --key-file FILE. Where the "

@@ -60,7 +60,7 @@ WhereOption = Annotated[
 ]
 
 # an id is that long; `get` and `history` take as many of its first characters, if no other begins so
-ID_CHARS, FEWEST_ID_CHARS = 32, 4
+ID_CHARS, FEWEST_ID_CHARS, SHOWN_ID_CHARS = 32, 4, 8
 SHOWN_FIELDS = {
     "turns": ("seq", "id", "timestamp", "text"),
     "episodes": ("id", "version", "made_at_seq", "superseded_at_seq", "timestamp", "source_seqs", "text"),
@@ -116,7 +116,8 @@ def search(
     hits = [{**asdict(hit), **recall.get(hit.kind, {})} for hit in ranked]
     title = f"{len(hits)} result{'s' * (len(hits) != 1)} for {tenant}"
     if (how := found.explained(ranked)) is None:
-        put_records(hits, ("score", "kind", "timestamp", "memory"), title=title, as_json=as_json)
+        shown = hits if as_json else [{**hit, "id": hit["id"][:SHOWN_ID_CHARS]} for hit in hits]
+        put_records(shown, ("score", "id", "kind", "timestamp", "memory"), title=title, as_json=as_json)
     else:
         _put_explained(hits, how, title, as_json=as_json)
     if found.turn_recall < 1 and not as_json:
@@ -125,7 +126,7 @@ def search(
         say(WORDS_ONLY)
 
 
-PARTS = ("score", "cosine", "neighbour_cosine", "words", "words_around", "matched", "memory")
+PARTS = ("score", "id", "cosine", "neighbour_cosine", "words", "words_around", "matched", "memory")
 LEFT_OUT_BY = {
     "time": "time",
     "filters": "metadata",
@@ -143,12 +144,13 @@ def _put_explained(hits: list[Report], how: Report, title: str, *, as_json: bool
     def row(hit: Report) -> Report:
         parts = how["scores"][hit["id"]]
         around = parts["neighbour_words"] + parts["stretch_words"]
-        return {**hit, **parts, "words_around": around, "left_out_by": LEFT_OUT_BY.get(hit.get("reason", ""))}
+        short = {"id": hit["id"][:SHOWN_ID_CHARS], "left_out_by": LEFT_OUT_BY.get(hit.get("reason", ""))}
+        return {**hit, **parts, **short, "words_around": around}
 
     put_table(list(map(row, hits)), PARTS, title=title)
     others = list(map(row, how["left_out"]))
     if others:
-        columns = ("score", "left_out_by", "matched", "memory")
+        columns = ("score", "id", "left_out_by", "matched", "memory")
         put_table(others, columns, title=f"The {len(others)} best left out")
     for name, count in how["passing"].items():
         say(f"({count:,} of {how['turns']:,} turns pass the filter by {LEFT_OUT_BY[name]})")
@@ -291,8 +293,9 @@ def explain(tenant: opt.Tenant, store: opt.Store, as_json: opt.AsJson = False) -
 def _short(record: dict[str, Any]) -> dict[str, Any]:
     """For people: ids cut to their first digits, by which `get` and `history` find them."""
     decision = record["decision"] + (" (deleted)" if record.get("deleted") else "")
-    ids = {name: [i[:8] for i in record[name]] for name in ("episode_ids", "fact_ids")}
-    return {**record, **ids, "decision": decision, "nearest_episode": (record["nearest_episode"] or "")[:8]}
+    ids = {name: [i[:SHOWN_ID_CHARS] for i in record[name]] for name in ("episode_ids", "fact_ids")}
+    nearest = (record["nearest_episode"] or "")[:SHOWN_ID_CHARS]
+    return {**record, **ids, "decision": decision, "nearest_episode": nearest}
 
 
 def get(memory_id: opt.MemoryId, store: opt.Store, as_json: opt.AsJson = False) -> None:
@@ -327,8 +330,8 @@ def _of_any(store: Location, memory_id: str, read: Callable[[Reports, str], T]) 
                 )
             memory_id = meant.pop() if meant else memory_id
         elif len(memory_id) < FEWEST_ID_CHARS:
-            short = f"{memory_id!r} is too short: give {FEWEST_ID_CHARS} characters of the id, or more."
-            raise UndertowError(short)
+            more = f"give {FEWEST_ID_CHARS} characters or more. `undertow list` shows the ids"
+            raise UndertowError(f"{memory_id!r:.80} is too short for an id: {more}.")
         for reports in shards:
             try:
                 return read(reports, memory_id)

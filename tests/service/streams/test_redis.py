@@ -183,7 +183,7 @@ def test_a_store_that_is_full_is_tried_again_then_reported_and_nothing_is_lost(
     shared.full = 10**6
     with pytest.raises(ArenaFull):
         consumer(0.5).run()
-    assert warnings == ["the arena has no room. Tried again for 0.5 s."]
+    assert warnings == ["the arena has no room; it is tried again for up to 0.5 s."]
     assert pending(server) == 256 and not shared.engine.tenants.loaded()
     shared.full, shared.room = 10, 7  # it empties after a while, and takes no whole batch then
     run = consumer(30.0)

@@ -74,11 +74,14 @@ class Selection:
                 raise bad_field(f"filters.{key}", "is given twice, with different values. Give it once.")
         return selection
 
-    def resolved(self) -> tuple[str, dict[str, Any]]:
-        """The tenant, and the metadata of its turns that are meant. Problem 422."""
+    def resolved(self, field: str = "filters.user_id") -> tuple[str, dict[str, Any]]:
+        """The tenant, and the metadata of its turns that are meant. Problem 422.
+
+        `field`: where an entity is to be named.
+        """
         given = [name for name in ENTITIES if self.entities.get(name) is not None]
         if not given:
-            raise bad_field("filters.user_id", NO_ENTITY)
+            raise bad_field(field, NO_ENTITY)
         first, *others = given
         name = self.entities[first]
         if isinstance(name, list):

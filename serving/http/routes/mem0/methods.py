@@ -79,7 +79,7 @@ async def add(call: Call) -> Any:
         if value != selection.entities.get(name, value) or isinstance(value, list):
             raise bad_field(name, "names several. Add to one at a time.")
         selection.entities[name] = value
-    tenant, metadata = Selection(selection.entities, metadata).resolved()
+    tenant, metadata = Selection(selection.entities, metadata).resolved("user_id")
     added = {
         "messages": body.get("messages"),
         "metadata": metadata,

@@ -11,7 +11,7 @@ from typing import Any
 from undertow.serving.http.problems import bad_field
 from undertow.serving.http.routes.mem0 import methods
 from undertow.serving.http.routes.mem0.call import Call, checked
-from undertow.serving.http.routes.mem0.entities import ENTITIES
+from undertow.serving.http.routes.mem0.entities import ENTITIES, NO_ENTITY
 
 JOINED = ("AND", "OR", "NOT")
 
@@ -26,6 +26,8 @@ async def search(call: Call) -> Any:
     for name, value in entities.items():
         if filters.get(name, value) != value:
             raise bad_field(name, "is given twice, with different values. Give it once.")
+    if not any(name in filters or name in entities for name in (*ENTITIES, "AND")):
+        raise bad_field("user_id", NO_ENTITY)
     _rename(body, "limit", "top_k")
     call.replace({**body, "filters": {**_platform_form(filters), **entities}})
     return await methods.search(call)
@@ -51,6 +53,8 @@ def _rename(given: dict[str, Any], former: str, name: str) -> None:
 async def get_all(call: Call) -> Any:
     """The first memories of the entities in the query string."""
     checked(call.query, {*ENTITIES, "limit", "top_k"}, {})
+    if not any(name in call.query for name in ENTITIES):
+        raise bad_field("user_id", NO_ENTITY)
     _rename(call.query, "limit", "top_k")
     call.replace({"filters": {name: call.query[name] for name in ENTITIES if name in call.query}})
     call.query = {"page_size": call.query.get("top_k", str(methods.PAGE_SIZE))}
