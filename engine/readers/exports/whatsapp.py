@@ -1,8 +1,8 @@
 """Reads WhatsApp's exported chats: the text file of Android, the zip archive or `_chat.txt` of an iPhone.
 
 Formats: linuswillner/whatsapp-export-inconsistencies, inconsistencies-messages/ and inconsistencies-media/;
-README.md of AbhijeetKrishnan/whatsapp-parser; whats_json, https://pub.dev/packages/whats_json;
-"Parser and analysis for WhatsApp chats", https://pypi.org/project/whatsapp-chat-analyzer/.
+README.md of AbhijeetKrishnan/whatsapp-parser; the descriptions of the packages whats_json and
+whatsapp-chat-analyzer ("Parser and analysis for WhatsApp chats").
 """
 
 from __future__ import annotations
