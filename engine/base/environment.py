@@ -9,8 +9,12 @@ from difflib import get_close_matches
 PREFIX = "UNDERTOW_"
 # Settings of their own: of the service, of a cluster.
 SECTIONS = ("UNDERTOW_SERVICE_", "UNDERTOW_CLUSTER_")
-# No settings: the client's key, that of benchmarks, a switch of the tests, the model of compose.yaml.
-OTHERS = ("UNDERTOW_API_KEY", "UNDERTOW_PEER_API_KEY", "UNDERTOW_REQUIRE_GPU", "UNDERTOW_VLLM_MODEL")
+# No settings: keys of the client and of benchmarks, the URL of `consume redis`, a switch of the tests, the
+# model of compose.yaml.
+OTHERS = (
+    *("UNDERTOW_API_KEY", "UNDERTOW_PEER_API_KEY", "UNDERTOW_REDIS_URL", "UNDERTOW_REQUIRE_GPU"),
+    "UNDERTOW_VLLM_MODEL",
+)
 
 
 def refuse_unknown(prefix: str, settings: Collection[str]) -> None:

@@ -104,6 +104,14 @@ def test_what_is_refused_says_why(
     assert "filters.user_id" not in told.text
 
 
+@pytest.mark.parametrize("depth", [2, 480, 2_000])
+def test_filters_within_filters_are_refused_however_deep(client: httpx2.Client, depth: int) -> None:
+    filters = '{"AND": [' * depth + '{"topic": "boat"}' + "]}" * depth
+    body = f'{{"query": "x", "user_id": "a", "filters": {filters}}}'
+    told = client.post("/search", content=body, headers={"Content-Type": "application/json"})
+    assert (told.status_code, told.headers["content-type"]) == (422, "application/json"), told.text
+
+
 def test_keys_hold(running: Running, client: httpx2.Client) -> None:
     (theirs,) = client.post("/memories", json={"messages": user("a secret"), "user_id": "own-cy"}).json()[
         "results"

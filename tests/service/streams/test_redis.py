@@ -240,6 +240,9 @@ def test_a_missing_extra_and_a_wrong_url_are_named(
         "consume", "redis", "--url", "http://x", "--stream", "s", "--group", "g", "--store", tmp_path / "s"
     )
     assert wrong.code == 1 and "Redis URL" in wrong.err
+    named = ("--stream", "s", "--group", "g", "--store", tmp_path / "s")
+    by_variable = run("consume", "redis", *named, env={"UNDERTOW_REDIS_URL": "http://x"})
+    assert by_variable.code == 1 and "Redis URL" in by_variable.err, "the variable is known, and read"
     monkeypatch.setitem(__import__("sys").modules, "redis", None)
     lacking = consumed(server, tmp_path / "s")
     assert lacking.code == 1 and "undertow[streams]" in lacking.err

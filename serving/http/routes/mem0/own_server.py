@@ -34,11 +34,16 @@ async def search(call: Call) -> Any:
 
 
 def _platform_form(filters: Mapping[str, Any]) -> dict[str, Any]:
-    """Filters with their metadata in an object of its own; so also the parts of an AND."""
+    """Filters with their metadata in an object of its own; so also the parts of an AND, but not deeper."""
+    own = _with_metadata(filters)
+    if isinstance(parts := own.get("AND"), list):
+        own["AND"] = [_with_metadata(part) if isinstance(part, Mapping) else part for part in parts]
+    return own
+
+
+def _with_metadata(filters: Mapping[str, Any]) -> dict[str, Any]:
     own = {name: value for name, value in filters.items() if name in (*ENTITIES, *JOINED)}
     metadata = {name: value for name, value in filters.items() if name not in own}
-    if isinstance(parts := own.get("AND"), list):
-        own["AND"] = [_platform_form(part) if isinstance(part, Mapping) else part for part in parts]
     return {**own, "metadata": metadata} if metadata else own
 
 
