@@ -63,6 +63,12 @@ class Reports:
         self._journal = journal
         self.tenants = TenantRegistry(journal, Arena(journal.info.dim)) if tenants is None else tenants
 
+    @property
+    def encoder_digest(self) -> str:
+        """Names the encoder of the store's vectors."""
+        digest: str = self._journal.info.encoder["digest"]
+        return digest
+
     def tenant_sizes(self) -> list[Report]:
         """One record a tenant, by name: how many turns it has, deleted ones left out. Loads no tenant."""
         table = self._journal.columns(["tenant", "tenant_key", "lsn"], kinds=["turn"])

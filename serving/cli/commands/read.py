@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -341,16 +342,40 @@ def _of_any(store: Location, memory_id: str, read: Callable[[Reports, str], T]) 
 
 
 def export(
-    tenant: opt.Tenant,
     store: opt.Store,
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", help="Whose; with --parquet it may be left out: all tenants.")
+    ] = None,
     vectors: Annotated[bool, typer.Option("--vectors", help="With the embeddings.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="No effect: the output is always JSON lines.")
-    ] = True,
+    parquet: Annotated[
+        Path | None,
+        typer.Option("--parquet", metavar="FOLDER", help="Write turns.parquet and memories.parquet there."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="No effect: the output is always JSON.")] = True,
 ) -> None:
-    """Write everything stored of a tenant as JSON lines: turns, all versions of memories, decisions."""
-    with tenant_reports(store, tenant) as reports:
-        put_json_lines(reports.export(tenant, vectors=vectors))
+    """Write everything stored of a tenant as JSON lines: turns, all versions of memories, decisions.
+
+    With --parquet its turns and memories as tables, which pandas, DuckDB and Spark read; `undertow ingest`
+    takes turns.parquet back. docs/arrow.md describes the columns.
+    """
+    if parquet is None:
+        if tenant is None:
+            raise WrongUsage("give --tenant NAME, or --parquet FOLDER for the tables of all tenants")
+        with tenant_reports(store, tenant) as reports:
+            put_json_lines(reports.export(tenant, vectors=vectors))
+        return
+    from undertow.engine.api.transfer.arrow import export_parquet
+
+    with ExitStack() as stack:
+        one = None if tenant is None else stack.enter_context(tenant_reports(store, tenant))
+        shards = stack.enter_context(all_reports(store)) if one is None else [one]
+        exports = (
+            reports.export(name, vectors=vectors)
+            for reports in shards
+            for name in (reports.tenants.names() if tenant is None else [tenant])
+        )
+        rows = export_parquet(exports, parquet, shards[0].encoder_digest if shards else None)
+    put_json({"folder": str(parquet), **rows})
 
 
 def stats(
