@@ -1,4 +1,4 @@
-"""`undertow export --parquet`: tables that pandas reads and `ingest` takes back."""
+"""`undertow export --parquet`: tables that `ingest` takes back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def test_all_tenants_go_through_parquet_into_a_store_with_the_same_memories(
     for tenant in ("ada", "bo"):
         before, after = contents(built, tenant), contents(other, tenant)
         for kind in ("turns", "episodes", "facts"):
-            said = [[(m["text"], m["timestamp"], m.get("messages")) for m in c[kind]] for c in (before, after)]
+            said = [
+                [(m["text"], m["timestamp"], m.get("messages")) for m in c[kind]] for c in (before, after)
+            ]
             assert said[0] and said[0] == said[1]
         assert [r["decision"] for r in before["explain"]] == [r["decision"] for r in after["explain"]]
     assert run(*ingest, "--json").doc["run"]["new_turns"] == 0
@@ -43,7 +45,11 @@ def test_all_tenants_go_through_parquet_into_a_store_with_the_same_memories(
 def test_one_tenant_can_be_written_and_without_parquet_it_must_be_named(built: Path, tmp_path: Path) -> None:
     done = run("export", "--store", built, "--tenant", "bo", "--parquet", tmp_path / "out")
     table = pq.read_table(tmp_path / "out" / "turns.parquet")
-    assert (done.code, set(table["tenant"].to_pylist()), "vectors" in table.column_names) == (0, {"bo"}, False)
+    assert (done.code, set(table["tenant"].to_pylist()), "vectors" in table.column_names) == (
+        0,
+        {"bo"},
+        False,
+    )
     (tmp_path / "file").write_text("")
     unwritable = run("export", "--store", built, "--parquet", tmp_path / "file")
     assert (unwritable.code, str(tmp_path / "file") in unwritable.err) == (1, True)
