@@ -15,8 +15,9 @@ from ray.data.datasource import Datasink, WriteResult
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.results import TableReport
+from undertow.engine.cluster.bulk.read_ahead import free_cpus
 from undertow.engine.cluster.ray.cluster import Cluster
-from undertow.engine.cluster.settings import ClusterSettings
+from undertow.engine.cluster.settings import ClusterSettings, ResourcesLacking
 from undertow.engine.storage.location import Location
 
 
@@ -38,7 +39,13 @@ def write_turns(
     `resources`: see Cluster.open. InputError names the row of a task; UndertowError. Both leave earlier rows
     stored.
     """
-    sink = TurnSink(partial(Cluster.open, Location.of(root), settings, resources=resources), source, shards)
+    open_cluster = partial(Cluster.open, Location.of(root), settings, resources=resources)
+    open_cluster(shards=shards).close()  # the shards start before the dataset's tasks take their CPUs
+    if free_cpus() < 1:
+        raise ResourcesLacking(
+            "the shards leave no CPU for the dataset's tasks. Add nodes, or take fewer shards."
+        )
+    sink = TurnSink(open_cluster, source)
     dataset.context.execution_options.preserve_order = True
     try:
         dataset.write_datasink(sink, concurrency=1, ray_remote_args={"num_cpus": 0})
@@ -60,13 +67,9 @@ class TurnSink(Datasink[TableReport]):
     `report`: what was stored, once the write is complete.
     """
 
-    def __init__(self, open_cluster: Callable[..., Cluster], source: str, shards: int | None) -> None:
-        self._open, self._source, self._shards = open_cluster, source, shards
+    def __init__(self, open_cluster: Callable[[], Cluster], source: str) -> None:
+        self._open, self._source = open_cluster, source
         self.report = TableReport(0, 0)
-
-    def on_write_start(self, schema: pa.Schema | None = None) -> None:
-        """Start the shards, before anything is written. UndertowError."""
-        self._open(shards=self._shards).close()
 
     def write(self, blocks: Iterable[Any], ctx: Any) -> TableReport:
         """Store the rows of one task; durable and searchable on return."""

@@ -155,8 +155,7 @@ def flight(
 
     A batch with the columns of the messages format is answered when its turns are durable (docs/arrow.md).
     """
-    from undertow.serving.auth.authenticator import Authenticator
-    from undertow.serving.http.middleware.guard import is_loopback
+    from undertow.serving.auth.authenticator import Authenticator, is_loopback
 
     if keys is None and not is_loopback(host):
         raise WrongUsage(f"without --keys FILE it listens on a loopback address only, and {host} is none")
