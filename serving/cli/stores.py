@@ -54,8 +54,11 @@ def shard_store(root: Location, shard: str) -> Location:
 @contextmanager
 def open_reports(store: Location) -> Iterator[Reports]:
     """The reports of one store."""
-    from undertow.engine.api.views.reports import Reports
-    from undertow.engine.storage.journal import Journal
+    from undertow.engine.base.process_tuning import without_pandas
+
+    with without_pandas():
+        from undertow.engine.api.views.reports import Reports
+        from undertow.engine.storage.journal import Journal
 
     with closing(Journal.open(store, writable=False)) as journal:
         yield Reports(journal)
@@ -89,7 +92,7 @@ def store_of(store: Location, tenant: str) -> Location:
     owner, home = (shard_store(store, name) for name in (shard_map.owner(tenant), shard_map.home(tenant)))
     if owner != home and is_store(owner):
         with open_reports(owner) as reports:
-            if tenant in reports.tenants:
+            if tenant in reports.catalog:
                 return owner
     return home
 

@@ -372,7 +372,7 @@ def export(
         exports = (
             reports.export(name, vectors=vectors)
             for reports in shards
-            for name in (reports.tenants.names() if tenant is None else [tenant])
+            for name in (reports.catalog.names() if tenant is None else [tenant])
         )
         rows = export_parquet(exports, parquet, shards[0].encoder_digest if shards else None)
     put_json({"folder": str(parquet), **rows})
