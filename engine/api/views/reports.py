@@ -43,8 +43,8 @@ from undertow.engine.base.model import Decision, MemoryKind, UnknownMemory, unkn
 from undertow.engine.base.results import Page, Report
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.row_codec import control_of, job_of, memory_of
-from undertow.engine.tenants.generations import BEFORE_LOG, is_change, shown_generation, since_reread
 from undertow.engine.tenants.catalog import TenantCatalog
+from undertow.engine.tenants.generations import BEFORE_LOG, is_change, shown_generation, since_reread
 
 if TYPE_CHECKING:
     from undertow.engine.tenants.registry import TenantRegistry
