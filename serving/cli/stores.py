@@ -15,6 +15,7 @@ from undertow.engine.storage.location import Location
 from undertow.serving.cli.errors import WrongUsage
 from undertow.serving.cli.options import check_settings
 from undertow.serving.cli.output import say
+from undertow.serving.cli.served import ServedReports, ServiceUrl, client_of
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from undertow.engine.encoders.base import Fingerprint, Float16
 
     OpenMemory: TypeAlias = Engine | Cluster
+    AnyReports: TypeAlias = Reports | ServedReports
 
 # the advice where a command for one store is given the root of a cluster
 ADD_RAY = "add --ray local, or --ray ADDRESS"
@@ -76,6 +78,18 @@ def all_reports(store: Location) -> Iterator[list[Reports]]:
     """The reports of `stores_of`."""
     with ExitStack() as stack:
         yield [stack.enter_context(open_reports(location)) for location in stores_of(store)]
+
+
+@contextmanager
+def some_reports(store: Location, tenant: str | None) -> Iterator[Sequence[AnyReports]]:
+    """The reports of all stores, or of the one that holds the tenant; a service has one."""
+    with ExitStack() as stack:
+        if isinstance(store, ServiceUrl):
+            yield [ServedReports(stack.enter_context(client_of(store)), tenant)]
+        elif tenant is None:
+            yield stack.enter_context(all_reports(store))
+        else:
+            yield [stack.enter_context(tenant_reports(store, tenant))]
 
 
 def store_of(store: Location, tenant: str) -> Location:
