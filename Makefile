@@ -19,6 +19,9 @@ NO_VENV := The venv module is missing: on Debian, apt-get install python3-venv
 SETUP := $(VENV)/.stamp
 SETUP_VLLM := $(VLLM_VENV)/.stamp
 SETUP_GPU := $(VENV)/.stamp-gpu
+# packages that tests run under Node.js; without npm those tests are skipped
+NODE_PACKAGES := serving/client/typescript
+SETUP_NODE := $(if $(shell command -v npm),$(NODE_PACKAGES:%=%/node_modules/.stamp))
 SETUP_PEERS := $(PEERS_VENV)/.stamp
 # another Python that has everything: then nothing is installed
 GPU_PYTHON ?=
@@ -56,7 +59,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 # images of containers often set it; each of the tests' many processes would compile anew all that it imports
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup setup-vllm setup-gpu setup-peers kernels model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench client soak clean
+.PHONY: help setup setup-vllm setup-node setup-gpu setup-peers kernels model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench client soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -64,6 +67,8 @@ help: ## list the targets
 setup: $(SETUP) ## make .venv, the engine's environment
 
 setup-vllm: $(SETUP_VLLM) ## make .venv-vllm, the local LLM server's environment
+
+setup-node: $(SETUP_NODE) ## fetch the npm packages that tests run
 
 setup-gpu: $(SETUP_GPU) ## add the packages for a GPU to .venv; faiss-gpu takes the place of faiss-cpu
 
@@ -80,7 +85,7 @@ demo: kernels $(if $(UNDERTOW_LLM_URL),,$(SETUP_VLLM) $(MODEL)/config.json) ## r
 	$(call say,demo)
 	@$(VENV)/bin/undertow demo
 
-test: kernels $(SETUP_VLLM) ## set up, then run all tests but the soak
+test: kernels $(SETUP_VLLM) $(SETUP_NODE) ## set up, then run all tests but the soak
 	$(call say,tests)
 	@$(VENV)/bin/pytest -m "not soak" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -157,6 +162,11 @@ $(SETUP): pyproject.toml constraints.txt
 	@touch $@
 
 # faiss-cpu and faiss-gpu are the same module: side by side they overwrite each other's files
+%/node_modules/.stamp: %/package-lock.json
+	$(call say,npm packages of $*)
+	@npm ci --prefix $* --silent --ignore-scripts || $(call hint,npm says why, above. Run make again.)
+	@touch $@
+
 $(SETUP_GPU): $(SETUP)
 	$(call say,installing packages for CUDA 13)
 	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev,gpu]' | $(PROGRESS) \
