@@ -43,7 +43,7 @@ class Command:
     def wait_until(self, holds: Callable[[], object]) -> None:
         """Wait until something holds, or the command has ended."""
         while self.running and not holds():
-            time.sleep(0.02)
+            time.sleep(0.05)  # many a condition opens the store, which takes time from the command
 
     def kill(self) -> list[psutil.Process]:
         """SIGKILL; what it leaves behind."""
