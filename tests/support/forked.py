@@ -24,6 +24,7 @@ FORKS.set_forkserver_preload(
         "undertow.serving.http.hosting",
         "undertow.serving.streams.consumer",
         "undertow.bench.quality.run.evaluate",
+        "openai.resources.chat",
     ]
 )
 
