@@ -22,7 +22,7 @@ from undertow.serving.auth.principal import Scope, TenantScope
 from undertow.serving.http.server import bound
 
 from ...support.cli import ENV, PROGRAM, conversation, run
-from ...support.forked import started
+from ...support.cluster.forked import started
 from ...support.llm_servers import Counting, completion, odd_server, wait_until
 from ...support.service.http import SOON_S, at, is_problem, said
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from ..cli import ENV
-from ..forked import started
+from .forked import started
 
 CLUSTER_ENV = {"UNDERTOW_CLUSTER_NUM_CPUS": "0.5", "UNDERTOW_CLUSTER_THREADS": "1"}
 

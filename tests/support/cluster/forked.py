@@ -14,9 +14,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .cli import PROGRAM
+from ..cli import PROGRAM
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
