@@ -75,10 +75,6 @@ class Forked:
         assert pid is not None, "it was started"
         return pid
 
-    @property
-    def returncode(self) -> int | None:
-        return self.poll()
-
     def poll(self) -> int | None:
         return self._process.exitcode
 
