@@ -6,7 +6,7 @@ A location holds the store of one process, or the root of a cluster, whose shard
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -66,11 +66,9 @@ def open_reports(store: Location) -> Iterator[Reports]:
         yield Reports(journal)
 
 
-@contextmanager
-def tenant_reports(store: Location, tenant: str) -> Iterator[Reports]:
+def tenant_reports(store: Location, tenant: str) -> AbstractContextManager[Reports]:
     """The reports of the store that holds the tenant."""
-    with open_reports(store_of(store, tenant)) as reports:
-        yield reports
+    return open_reports(store_of(store, tenant))
 
 
 @contextmanager
