@@ -17,6 +17,7 @@ from undertow.engine.base.model import AnswerMode, Memory
 from undertow.engine.base.results import (
     Answer,
     Certificate,
+    EventPage,
     ImportReport,
     Page,
     Report,
@@ -189,6 +190,32 @@ class TenantsQuery(StoreCall[list[str]]):
     def combined(self, answers: Collection[list[str]]) -> list[str]:
         """The first of the sorted names; one that two shards have, as it moves, once."""
         return list(islice(dict.fromkeys(merge(*answers)), self.limit))
+
+
+@dataclass(frozen=True)
+class TenantEventsQuery(TenantCall[Page]):
+    """`home`: the name of the shard that answers, which sets it."""
+
+    name: ClassVar[str] = "events"
+    after: str | None = None
+    limit: int = 500
+    text: bool = False
+    home: str = "single"
+
+
+@dataclass(frozen=True)
+class EventsQuery(StoreCall[dict[str, EventPage]]):
+    """`after`: an lsn for each shard; `keys`: of tenants, None: all; `home`: see TenantEventsQuery."""
+
+    name: ClassVar[str] = "store_events"
+    after: Mapping[str, int]
+    keys: frozenset[str] | None = None
+    limit: int = 0
+    text: bool = False
+    home: str = "single"
+
+    def combined(self, answers: Collection[dict[str, EventPage]]) -> dict[str, EventPage]:
+        return {home: page for pages in answers for home, page in pages.items()}
 
 
 # ---- commands
