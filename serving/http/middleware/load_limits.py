@@ -26,6 +26,7 @@ OVERLOAD = Refusal("overload", "Too many requests are under way. Try again.")
 KEY_BUSY = Refusal("key-busy", "Too many requests with this key are under way. Wait for some.")
 TENANT_BUSY = Refusal("tenant-busy", "Too many requests for this tenant are under way. Wait for some.")
 LONG = Refusal("long", "Too many answers, flushes and exports are under way. Try again.", CLOSE)
+STREAMS = Refusal("streams", "Enough streams of events are open. Try again when one has ended.", CLOSE)
 IMPORTS = Refusal("imports", "Enough imports are under way. Try again when one has ended.", CLOSE)
 QUEUE = Refusal("tenant-queue", "Too many turns of this tenant are being stored. Wait for some.")
 KEY_QUEUE = Refusal("key-queue", "Too many turns sent with this key are being stored. Wait for some.")
@@ -82,6 +83,16 @@ class LoadLimits:
         So adding and searching continue while the LLM does not respond.
         """
         with self._counted("long", "", self._settings.max_long_requests, LONG):
+            yield
+
+    @contextmanager
+    def streaming(self, key_id: str) -> Iterator[None]:
+        """Around a stream of events. Problem 429: there are too many, or half of them are of this key."""
+        most = self._settings.max_streams
+        with (
+            self._counted("stream with key", key_id, max(1, most // 2), STREAMS),
+            self._counted("stream", "", most, STREAMS),
+        ):
             yield
 
     @contextmanager

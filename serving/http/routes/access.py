@@ -58,7 +58,7 @@ class Access:
     `scope`: None for no key, on /health/* only. `once`: it accepts an Idempotency-Key, and keeps its
     response. `act`: its name in the audit log, if refused requests are logged there. `imports`: its body may
     be as large as an import. `long`: it may take as long as an LLM, or as the reader of the response.
-    `stores`: it stores turns, and a large body is not read where those of the tenant wait for room.
+    `streams`: it goes on telling events. `stores`: it stores turns, and a large body is not read where those of the tenant wait for room.
     `direct`: it is called without FastAPI's dependency solver, see direct.py.
     """
 
@@ -68,6 +68,7 @@ class Access:
     act: str | None = None
     imports: bool = False
     long: bool = False
+    streams: bool = False
     stores: bool = False
     direct: bool = False
 
@@ -163,6 +164,8 @@ class GuardedRoute(APIRoute):
         """A slot under the limit for this kind of request."""
         if self.access.imports:
             return load.importing(key_id, tenant)
+        if self.access.streams:
+            return load.streaming(key_id)
         return load.long() if self.access.long else nullcontext()
 
     def _bounds(self, settings: ServiceSettings) -> tuple[int, float]:
