@@ -418,7 +418,7 @@ HANDLERS: Mapping[type[q.ApiCall[Any]], Callable[[Engine, Any], Any]] = {
     q.DeleteCommand: Engine._delete,
     q.DrainCommand: Engine._drain,
     q.EraseCommand: Engine._erase,
-    q.EventsQuery: Engine._store_events,
+    q.EventsQuery: Engine._events,
     q.ExplainQuery: lambda engine, c: engine._reports.explain(c.tenant, limit=c.limit, after_seq=c.after_seq),
     q.ExportQuery: lambda engine, c: engine._reports.export_page(
         c.tenant, after=c.after, limit=c.limit, vectors=c.vectors
@@ -436,7 +436,6 @@ HANDLERS: Mapping[type[q.ApiCall[Any]], Callable[[Engine, Any], Any]] = {
     q.SetPolicyCommand: Engine._set_policy,
     q.StatsQuery: lambda engine, _: store_stats(engine.tenants),
     q.TenantsQuery: lambda engine, c: names_page(engine.tenants.names(), c.prefix, c.limit, c.after),
-    q.TenantEventsQuery: Engine._events,
     q.TenantStatsQuery: lambda engine, c: tenant_stats(engine._tenant(c.tenant)),
     q.TenantUsageQuery: lambda engine, c: store_usage(engine.tenants, c.tenant),
     q.TurnsByKeyQuery: Engine._turns_by_key,

@@ -11,7 +11,6 @@ from undertow.engine.base.model import AnswerMode, Memory, Turn
 from undertow.engine.base.results import (
     Answer,
     Certificate,
-    EventPage,
     ImportReport,
     Page,
     Receipt,
@@ -132,30 +131,6 @@ class MemoryApi(ABC):
         The first `limit` turns after record `after_seq`; None: all. See Reports.explain.
         """
         return self.call(q.ExplainQuery(tenant, limit, after_seq))
-
-    def events(self, tenant: str, *, after: str | None = None, limit: int = 500, text: bool = False) -> Page:
-        """What has happened to a tenant's memories since `after`, in the order of commits; at most `limit`.
-
-        `after`: an event's id, the page's before, "latest" for the end, or None for the beginning; the page
-        always gives the next one. `text`: with the memories' texts. Empty for an unknown tenant; of an
-        erased one its erasure. Of a tenant that has moved to another shard, all is told again. InputError.
-        """
-        return self.call(q.TenantEventsQuery(tenant, after, limit, text))
-
-    def store_events(
-        self,
-        after: Mapping[str, int],
-        *,
-        keys: Collection[str] | None = None,
-        limit: int = 500,
-        text: bool = False,
-    ) -> dict[str, EventPage]:
-        """As `events`, of all tenants or of those with these keys, by shard; `after`: the pages' `at`.
-
-        `limit`: of each shard; 0: which tenants have some. A shard that `after` does not name begins at its
-        start, or with a limit of 0 tells its end.
-        """
-        return self.call(q.EventsQuery(after, None if keys is None else frozenset(keys), limit, text))
 
     def turns_by_key(self, tenant: str, keys: Collection[str]) -> dict[str, Report]:
         """The stored turns with these dedupe keys, by key. Empty for an unknown tenant."""

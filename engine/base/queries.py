@@ -11,13 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import islice
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from undertow.engine.base.model import AnswerMode, Memory
 from undertow.engine.base.results import (
     Answer,
     Certificate,
-    EventPage,
     ImportReport,
     Page,
     Report,
@@ -192,22 +191,21 @@ class TenantsQuery(StoreCall[list[str]]):
         return list(islice(dict.fromkeys(merge(*answers)), self.limit))
 
 
-@dataclass(frozen=True)
-class TenantEventsQuery(TenantCall[Page]):
-    """`home`: the name of the shard that answers, which sets it."""
+class EventPage(NamedTuple):
+    """Events of one shard, each with its lsn; `at`: the lsn that the next page comes after."""
 
-    name: ClassVar[str] = "events"
-    after: str | None = None
-    limit: int = 500
-    text: bool = False
-    home: str = "single"
+    items: tuple[tuple[int, Report], ...]
+    at: int
 
 
 @dataclass(frozen=True)
 class EventsQuery(StoreCall[dict[str, EventPage]]):
-    """`after`: an lsn for each shard; `keys`: of tenants, None: all; `home`: see TenantEventsQuery."""
+    """What has happened to memories (api/views/events.py), by shard. `after`: an lsn of each shard.
 
-    name: ClassVar[str] = "store_events"
+    `keys`: of the tenants, None: all. `limit` 0: no events, and the lsns of the ends. The shard sets `home`.
+    """
+
+    name: ClassVar[str] = "events"
     after: Mapping[str, int]
     keys: frozenset[str] | None = None
     limit: int = 0

@@ -171,18 +171,6 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
-class EventPage:
-    """Events of one journal, each with its lsn; `at`: the lsn that the next page comes after.
-
-    `changed`: instead of events, the keys of the tenants that have some.
-    """
-
-    items: tuple[tuple[int, Report], ...]
-    at: int
-    changed: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
 class Updated:
     """The memory after an update. An episode or a fact keeps its `id`; a turn gets a new one."""
 

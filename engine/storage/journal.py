@@ -261,13 +261,6 @@ class Journal(JournalReads):
         """
         return None if self._tail is None else self._tail.move_until(lsn)
 
-    @property
-    def moved_until(self) -> int:
-        """The lsn behind what is in Lance, which is all that a read `beside_appends` sees at least."""
-        end = self._next_lsn
-        first = None if self._tail is None else self._tail.first_lsn
-        return end if first is None else min(first, end)
-
     def reserve(self) -> None:
         """Have nothing moved to Lance until another thread has read it, within `beside_appends`."""
         self._reserved = True

@@ -44,11 +44,6 @@ class Tail:
         self._thread: ThreadPoolExecutor | None = None
         self._flush: Future[None] | None = None
 
-    @property
-    def first_lsn(self) -> int | None:
-        """That of the first row which is not in Lance yet; from any thread."""
-        return next((commit[0] for commits in (self._moving, self._waiting) for commit in commits[:1]), None)
-
     def append(self, first_lsn: int, batch: pa.RecordBatch, epoch: int) -> None:
         """Write a batch to the log, as rows from `first_lsn` on. OSError, StoreError; else as `settle`."""
         if len(self._moving) > MOST_FLUSHES * self._wal.most_entries:  # flushes keep failing

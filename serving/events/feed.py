@@ -1,28 +1,22 @@
-"""Wakes who follows events once there are some: one question to each shard at a time, whoever listens.
+"""Wakes who follows events once there are some, and names events without telling how many others have.
 
-It is a hint alone. Who is woken reads the journal behind a cursor, and so does who has waited for long.
+A wake-up is a hint: who is woken reads the journal behind a cursor, and so does who has waited for long.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from undertow.engine.base.model import UndertowError
-from undertow.engine.base.queries import EventsQuery
-from undertow.engine.base.results import EventPage
+from undertow.engine.base.queries import EventPage, EventsQuery
+from undertow.engine.base.results import Report
 from undertow.serving.async_memories import AsyncMemories
 
-log = logging.getLogger(__name__)
-
-# between two questions: without news a shard answers from memory
-POLL_S = 0.5
-# of more tenants than this, news are looked for among all
-MOST_KEYS = 256
-# who listens looks for itself at last after this time
-LOOK_S = 60.0
+PAGE = 500
+# between two questions to all shards, which answer from memory where nothing is new; without a hint
+POLL_S, LOOK_S = 0.5, 60.0
 
 
 class Feed:
@@ -36,12 +30,9 @@ class Feed:
 
     @contextmanager
     def listening(self, keys: frozenset[str] | None) -> Iterator[asyncio.Event]:
-        """An event that is set now and whenever tenants may have news; clear it before you read."""
-        news = asyncio.Event()
-        news.set()
-        self._listeners[news] = keys
-        if self._task is None:
-            self._task = asyncio.create_task(self._poll())
+        """An event that is set when tenants may have news. Clear it before you read."""
+        self._listeners[news := asyncio.Event()] = keys
+        self._task = self._task or asyncio.create_task(self._poll())
         try:
             yield news
         finally:
@@ -50,51 +41,46 @@ class Feed:
                 self._task.cancel()
                 self._task = None
 
-    def wake(self) -> None:
-        """Wake all listeners."""
-        for news in self._listeners:
-            news.set()
+    def wake(self, changed: frozenset[str] | None = None) -> None:
+        """Wake those who listen to these tenants; None: all."""
+        for news, keys in self._listeners.items():
+            if changed is None or (changed if keys is None else keys & changed):
+                news.set()
 
     async def _poll(self) -> None:
         at: Mapping[str, int] = {}
         while True:
-            asked = dict(self._listeners)
-            try:
-                pages = await self._memories.call(EventsQuery(at, _all_keys(asked)))
-            except UndertowError as error:
-                log.warning("no news of events: %s", type(error).__name__)
-            else:
-                self._wake(asked, pages, is_new=not pages.keys() <= at.keys())
+            before = at
+            with suppress(UndertowError):  # a shard is down: later
+                pages = await self._memories.call(EventsQuery(at, None, PAGE if at else 0))
+                told = frozenset(e["tenant_key"] for page in pages.values() for _, e in page.items)
+                # what came before the end of a shard that was not known was not looked at
+                self.wake(told if pages.keys() <= at.keys() else None)
                 at = {home: page.at for home, page in pages.items()}
-            await asyncio.sleep(POLL_S)
+            if at == before or not before:
+                await asyncio.sleep(POLL_S)
 
-    def _wake(
-        self,
-        asked: Mapping[asyncio.Event, frozenset[str] | None],
-        pages: Mapping[str, EventPage],
-        *,
-        is_new: bool,
-    ) -> None:
-        """`is_new`: there is a shard whose end was not known; what came before it was not looked at."""
-        changed = frozenset[str]().union(*(page.changed for page in pages.values()))
-        for news, keys in self._listeners.items():
-            if is_new or news not in asked or (changed if keys is None else keys & changed):
-                news.set()
+    def named(self, pages: Mapping[str, EventPage]) -> list[Report]:
+        """The events of all shards with their ids."""
+        found = ((home, lsn, event) for home, page in pages.items() for lsn, event in page.items)
+        return [{"id": self.event_id(e["tenant_key"], home, lsn), **e} for home, lsn, e in found]
 
+    def event_id(self, key: str, home: str, lsn: int) -> str:
+        """The id of a tenant's event: an lsn in clear would tell how much other tenants do."""
+        tag = self._memories.tenant_key(f"event\x1f{key}\x1f{home}\x1f{lsn}")[:16]
+        return f"{tag}{lsn + 1 ^ self._pad(tag):016x}"
 
-def _all_keys(asked: Mapping[asyncio.Event, frozenset[str] | None]) -> frozenset[str] | None:
-    keys: set[str] = set()
-    for wanted in asked.values():
-        keys |= wanted or ()
-        if wanted is None or len(keys) > MOST_KEYS:
-            return None
-    return frozenset(keys)
+    def lsn(self, key: str, home: str, event_id: str) -> int:
+        """The lsn of an id; -1, before all, where it is of another shard."""
+        lsn = (int(event_id[16:], 16) ^ self._pad(event_id[:16])) - 1
+        return lsn if self.event_id(key, home, lsn) == event_id else -1
+
+    def _pad(self, tag: str) -> int:
+        return int(self._memories.tenant_key(f"pad\x1f{tag}")[:16], 16)
 
 
 async def heard(news: asyncio.Event, within_s: float = LOOK_S) -> bool:
-    """Whether there may be news within a time; the event is cleared."""
+    """Whether there may be news within a time."""
     with suppress(TimeoutError):
         await asyncio.wait_for(news.wait(), within_s)
-    told = news.is_set()
-    news.clear()
-    return told
+    return news.is_set()

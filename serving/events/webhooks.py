@@ -1,7 +1,7 @@
 """Webhooks: where each one has come in the journals, and a task for each that tells it what follows.
 
 A cursor goes on once its receiver has taken what comes before, so nothing is lost by a kill, or while a
-webhook is disabled. Tenants stand here by their keyed hash; events themselves are read anew for each try.
+webhook is disabled. Tenants stand here by their keyed hash; events are read anew for each try.
 """
 
 from __future__ import annotations
@@ -12,234 +12,168 @@ import random
 import secrets
 import sqlite3
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from base64 import b64encode
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import orjson
 
 from undertow.engine.base.queries import EventsQuery
-from undertow.engine.base.results import EventPage, Report
 from undertow.serving.async_memories import AsyncMemories
+from undertow.serving.client.results import Model
 from undertow.serving.events.feed import Feed, heard
-from undertow.serving.events.sender import Sender, Undelivered, new_secret
+from undertow.serving.events.sender import PREFIX, Sender, Undelivered
+from undertow.serving.telemetry.metrics import HTTPMetrics
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-# events read at a time, in one request at most, and requests at once, each of another tenant
-PAGE, BATCH, AT_ONCE = 500, 100, 4
+# rows of each shard that are read for one request
+BATCH = 100
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 3_600.0
-
-Place = tuple[str, str]
-"""A shard and the key of a tenant there."""
-
-
-class State(Protocol):
-    """What is needed of the service's database."""
-
-    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T: ...
+GONE = "HTTP 410"
+Run = Callable[[Callable[[sqlite3.Connection], Any]], Awaitable[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Webhook:
-    """One receiver. `keys`: of its tenants, None: all; `at`: up to which lsn of each shard it was told all.
-
-    `failing_since`: seconds since 1970, of the first failed attempt after the last success; `error`: of the
-    last one. `key_id`: whose it is.
-    """
+class WebhookView(Model):
+    """`tenant_keys`: null for all. `attempts`: failed ones since `failing_since`; `error`: of the last."""
 
     id: str
-    key_id: str
     url: str
-    secret: str
-    keys: tuple[str, ...] | None
+    tenant_keys: list[str] | None
     include_text: bool
-    at: Mapping[str, int]
     created_at: str
     attempts: int = 0
     failing_since: float | None = None
     error: str | None = None
     disabled_at: str | None = None
 
-    @property
-    def tenants(self) -> frozenset[str] | None:
-        return None if self.keys is None else frozenset(self.keys)
+
+class WebhookMade(WebhookView):
+    """`secret`: verifies the signatures; it is not shown again."""
+
+    secret: str
+
+
+class Webhook(WebhookMade):
+    """`at`: up to which lsn of each shard the receiver has taken all; `key_id`: whose it is."""
+
+    key_id: str
+    at: dict[str, int]
 
 
 class Webhooks:
-    """All webhooks of a service. `note`: told "sent" or "failed", and of how many events."""
+    """All webhooks of a service. One that fails delays no other."""
 
     def __init__(
         self,
         memories: AsyncMemories,
-        state: State,
+        run: Run,
         feed: Feed,
         sender: Sender,
-        *,
-        patience_s: float,
-        note: Callable[[str, int], None] = lambda outcome, count: None,
+        metrics: HTTPMetrics,
+        most_s: float,
     ) -> None:
-        self.sender = sender
-        self._memories, self._state, self._feed = memories, state, feed
-        self._patience_s = patience_s
-        self._note = note
-        self._known: dict[str, Webhook] = {}
+        """`run`: of the state database. `most_s`: one that fails for longer is disabled."""
+        self._memories, self._run, self._feed, self.sender = memories, run, feed, sender
+        self._events, self._most_s = metrics.webhook_events, most_s
+        metrics.webhook_lag.set_function(self._lag_s)
+        self.known: dict[str, Webhook] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
         """Go on where the last service ended."""
-        for (body,) in await self._state.run(lambda db: db.execute("select body from webhooks").fetchall()):
-            self._launch(Webhook(**orjson.loads(body)))
+        for (body,) in await self._run(lambda db: db.execute("select body from webhooks").fetchall()):
+            await self._launch(Webhook.model_validate_json(body))
 
     async def stop(self) -> None:
-        await _cancelled(*self._tasks.values())
-        self.sender.addresses.close()
+        await asyncio.gather(*map(self._end, [*self._tasks]))
 
-    async def add(
-        self, key_id: str, url: str, keys: tuple[str, ...] | None, *, include_text: bool
-    ) -> Webhook:
+    async def add(self, key_id: str, url: str, keys: list[str] | None, include_text: bool) -> Webhook:
         """A new one, durable on return: it is told what happens from now on. ValueError: the URL."""
-        self.sender.addresses.checked(url)
-        pages = await self._memories.call(EventsQuery({}))
-        at = {home: page.at for home, page in pages.items()}
-        made = Webhook(
-            secrets.token_hex(16), key_id, url, new_secret(), keys, include_text, at, _iso(time.time())
-        )
-        await self._save(made)
-        self._launch(made)
-        return made
+        self.sender.checked(url)
+        at = {home: page.at for home, page in (await self._memories.call(EventsQuery({}))).items()}
+        made: dict[str, Any] = {"id": secrets.token_hex(16), "created_at": _now(), "at": at, "key_id": key_id}
+        made["secret"] = PREFIX + b64encode(secrets.token_bytes(32)).decode()
+        return await self._launch(Webhook(**made, url=url, tenant_keys=keys, include_text=include_text))
 
-    def of(self, key_id: str | None) -> list[Webhook]:
-        """Those of a key, or all, oldest first."""
-        found = [hook for hook in self._known.values() if key_id in (None, hook.key_id)]
-        return sorted(found, key=lambda hook: (hook.created_at, hook.id))
-
-    async def enable(self, hook: Webhook) -> Webhook:
+    async def enable(self, webhook_id: str) -> Webhook:
         """Try again now, from where it was left."""
-        await self._end(hook.id)
-        enabled = replace(self._known[hook.id], disabled_at=None, attempts=0, failing_since=None, error=None)
-        await self._save(enabled)
-        self._launch(enabled)
-        return enabled
+        await self._end(webhook_id)
+        return await self._launch(_without_failure(self.known[webhook_id]))
 
-    async def remove(self, hook: Webhook) -> None:
-        await self._end(hook.id)
-        self._known.pop(hook.id, None)
-        await self._state.run(lambda db: db.execute("delete from webhooks where id = ?", (hook.id,)))
+    async def remove(self, webhook_id: str) -> None:
+        await self._end(webhook_id)
+        del self.known[webhook_id]
+        await self._run(lambda db: db.execute("delete from webhooks where id = ?", (webhook_id,)))
 
-    @property
-    def lag_s(self) -> float:
-        """How long the one that has failed longest, and is not disabled, has failed."""
-        since = [h.failing_since for h in self._known.values() if h.failing_since and not h.disabled_at]
+    def _lag_s(self) -> float:
+        since = [h.failing_since for h in self.known.values() if h.failing_since and not h.disabled_at]
         return time.time() - min(since) if since else 0.0
 
-    @property
-    def disabled_count(self) -> int:
-        return sum(hook.disabled_at is not None for hook in self._known.values())
+    async def _launch(self, hook: Webhook) -> Webhook:
+        await self._save(hook)
+        self._tasks[hook.id] = asyncio.create_task(self._follow(hook))
+        return hook
 
-    # ---- one webhook
+    async def _end(self, webhook_id: str) -> None:
+        self._tasks[webhook_id].cancel()
+        await asyncio.gather(self._tasks[webhook_id], return_exceptions=True)
 
-    def _launch(self, hook: Webhook) -> None:
-        self._known[hook.id] = hook
-        if hook.disabled_at is None:
-            self._tasks[hook.id] = asyncio.create_task(self._follow(hook))
-
-    async def _end(self, hook_id: str) -> None:
-        if (task := self._tasks.pop(hook_id, None)) is not None:
-            await _cancelled(task)
+    async def _save(self, hook: Webhook) -> Webhook:
+        row = (hook.id, hook.model_dump_json())
+        await self._run(lambda db: db.execute("insert or replace into webhooks values (?, ?)", row))
+        self.known[hook.id] = hook
+        return hook
 
     async def _follow(self, hook: Webhook) -> None:
-        # what the receiver has taken beyond the cursor, while other tenants' events have failed
-        taken: dict[Place, int] = {}
-        with self._feed.listening(hook.tenants) as news:
+        keys = None if hook.tenant_keys is None else frozenset(hook.tenant_keys)
+        with self._feed.listening(keys) as news:
             while hook.disabled_at is None:
                 news.clear()
                 try:
-                    at = await self._tell(hook, taken)
-                    is_all, is_news = at == hook.at, bool(taken) or hook.attempts > 0
-                    hook = replace(hook, at=at, attempts=0, failing_since=None, error=None)
-                    await self._kept(hook, durably=is_news)
-                    taken.clear()
+                    told, at = await self._tell(hook, keys)
+                    is_all, is_news = at == hook.at, told or hook.attempts
+                    hook = _without_failure(hook, at=at)
+                    if is_news:
+                        await self._save(hook)
                     if is_all:
                         await heard(news)
                 except Undelivered as failure:
-                    self._note("failed", 1)
-                    await self._kept(hook := self._failed(hook, failure))
+                    self._events.labels("failed").inc()
+                    hook = await self._save(self._failed(hook, str(failure)))
                     await asyncio.sleep(_backoff_s(hook.attempts))
-                except Exception as error:  # noqa: BLE001 - of a shard, of the disk; other webhooks go on
+                except Exception as error:  # noqa: BLE001 - of a shard, or of the disk; others go on
                     log.warning("webhook %s waits: %s", hook.id, type(error).__name__)
                     await asyncio.sleep(FIRST_RETRY_S)
 
-    async def _tell(self, hook: Webhook, taken: dict[Place, int]) -> dict[str, int]:
-        """Tell the next events of each shard; the cursor behind them. Undelivered: some were not taken."""
-        query = EventsQuery(hook.at, hook.tenants, PAGE, hook.include_text)
-        pages = await self._memories.call(query)
-        slots = asyncio.Semaphore(AT_ONCE)
+    async def _tell(self, hook: Webhook, keys: frozenset[str] | None) -> tuple[int, dict[str, int]]:
+        """Tell the next events: how many, and the cursor behind them. Undelivered."""
+        pages = await self._memories.call(EventsQuery(hook.at, keys, BATCH, hook.include_text))
+        if events := self._feed.named(pages):
+            body = orjson.dumps({"type": "events", "data": events})
+            message_id = f"{events[0]['id']}_{events[-1]['id']}"
+            await self.sender.post(hook.url, hook.secret, message_id, body, hook.attempts)
+            self._events.labels("sent").inc(len(events))
+        return len(events), hook.at | {home: page.at for home, page in pages.items()}
 
-        async def tell(place: Place, events: list[tuple[int, Report]]) -> None:
-            for start in range(0, len(events), BATCH):
-                async with slots:
-                    batch = events[start : start + BATCH]
-                    await self._post(hook, [event for _, event in batch])
-                    taken[place] = batch[-1][0]
-
-        by_place = _by_place(pages, taken)
-        ended = await asyncio.gather(*(tell(*item) for item in by_place.items()), return_exceptions=True)
-        errors = [error for error in ended if error is not None]
-        for error in sorted(errors, key=lambda error: not isinstance(error, Undelivered)):
-            raise error
-        return {**hook.at, **{home: page.at for home, page in pages.items()}}
-
-    async def _post(self, hook: Webhook, events: list[Report]) -> None:
-        message_id = f"{events[0]['id']}_{events[-1]['id']}"
-        body = orjson.dumps({"type": "events", "data": events})
-        await self.sender.post(hook.url, hook.secret, message_id, body, hook.attempts)
-        self._note("sent", len(events))
-
-    def _failed(self, hook: Webhook, failure: Undelivered) -> Webhook:
+    def _failed(self, hook: Webhook, error: str) -> Webhook:
         """After a failed attempt; disabled, if it was the last."""
-        now = time.time()
-        since = hook.failing_since or now
-        ends = failure.gone or now - since > self._patience_s
-        failed = replace(hook, attempts=hook.attempts + 1, failing_since=since, error=str(failure))
-        return replace(failed, disabled_at=_iso(now)) if ends else failed
-
-    async def _kept(self, hook: Webhook, *, durably: bool = True) -> None:
-        self._known[hook.id] = hook
-        if durably:
-            await self._save(hook)
-
-    async def _save(self, hook: Webhook) -> None:
-        row = (hook.id, orjson.dumps(asdict(hook)).decode())
-        await self._state.run(lambda db: db.execute("insert or replace into webhooks values (?, ?)", row))
+        since = hook.failing_since or time.time()
+        ended = _now() if error == GONE or time.time() - since > self._most_s else None
+        changed = {"attempts": hook.attempts + 1, "failing_since": since, "error": error}
+        return hook.model_copy(update={**changed, "disabled_at": ended})
 
 
-def _by_place(
-    pages: Mapping[str, EventPage], taken: Mapping[Place, int]
-) -> dict[Place, list[tuple[int, Report]]]:
-    """The events that were not taken yet, in order, by shard and tenant."""
-    found: defaultdict[Place, list[tuple[int, Report]]] = defaultdict(list)
-    for home, page in pages.items():
-        for lsn, event in page.items:
-            if lsn > taken.get(place := (home, event["tenant_key"]), -1):
-                found[place].append((lsn, event))
-    return found
+def _without_failure(hook: Webhook, **changed: Any) -> Webhook:
+    none = {"attempts": 0, "failing_since": None, "error": None, "disabled_at": None}
+    return hook.model_copy(update=none | changed)
 
 
 def _backoff_s(attempts: int) -> float:
-    longest = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempts - 1, 30))
+    longest: float = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempts - 1, 30))
     return longest * random.uniform(0.5, 1)
 
 
-def _iso(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
-
-
-async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

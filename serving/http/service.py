@@ -16,10 +16,8 @@ from undertow.serving.auth.audit import AuditLog, AuditOutcome, Entry, RefusalCo
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.limits import answer_tokens
 from undertow.serving.auth.principal import Principal
-from undertow.serving.events.addresses import Addresses
+from undertow.serving.events import sender, webhooks
 from undertow.serving.events.feed import Feed
-from undertow.serving.events.sender import Sender as WebhookSender
-from undertow.serving.events.webhooks import Webhooks
 from undertow.serving.http.jobs.queue import JobQueue
 from undertow.serving.http.middleware.fair_turns import FairTurns
 from undertow.serving.http.middleware.front import sender_of
@@ -73,15 +71,8 @@ class Service:
         self.readiness = Readiness(memories, llm=engine.llm_url is not None)
         self.metrics = HTTPMetrics()
         self.feed = Feed(memories)
-        self.webhooks = Webhooks(
-            memories,
-            state,
-            self.feed,
-            WebhookSender(Addresses(self.settings.webhook_networks)),
-            patience_s=self.settings.webhook_patience_s,
-            note=self.metrics.note_events,
-        )
-        self.metrics.watch_webhooks(lambda: self.webhooks.lag_s, lambda: self.webhooks.disabled_count)
+        send, most_s = sender.Sender(self.settings.webhook_networks), self.settings.webhook_patience_s
+        self.webhooks = webhooks.Webhooks(memories, state.run, self.feed, send, self.metrics, most_s)
         self.answer_tokens: Callable[[AnswerMode | None], int] = partial(answer_tokens, engine)
         self.max_message_bytes = engine.max_message_bytes
 

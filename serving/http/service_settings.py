@@ -57,10 +57,10 @@ class ServiceSettings(BaseSettings):
     # how long to keep jobs that ended, and responses to requests with an Idempotency-Key
     keep_s: float = Field(default=86_400.0, gt=0)
 
-    # streams of events, and how long one may last; webhooks, how long one may fail until it is disabled, and
-    # the networks where they may go besides the public internet, with plain http and at any port
+    # streams of events, and how long one may last; webhooks, how long one may fail before it is disabled, and
+    # networks where they may go besides the public internet, at any port and without TLS
     max_streams: int = Field(default=64, ge=1)
-    stream_s: float = Field(default=3_600.0, gt=0)
+    stream_s: float = Field(default=300.0, gt=0)
     max_webhooks: int = Field(default=256, ge=1)
     webhook_patience_s: float = Field(default=3 * 86_400.0, gt=0)
     webhook_networks: tuple[IPvAnyNetwork, ...] = ()

@@ -1,7 +1,6 @@
 """What the service itself must remember: a SQLite file in its state folder, of this process alone.
 
-state/service.sqlite3   jobs, answers to requests with an Idempotency-Key, tokens spent by key and day,
-                        webhooks with their secrets
+state/service.sqlite3   jobs, webhooks, answers to requests with an Idempotency-Key, tokens spent
 state/jobs/ID.ndjson    the body of an import that is a job, until that has ended
 state/.service.lock     held while the service runs
 

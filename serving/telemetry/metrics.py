@@ -7,7 +7,7 @@ metric has a tenant label.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -57,12 +57,12 @@ class HTTPMetrics:
         self.event_streams = prometheus.Gauge(
             "undertow_event_streams", "Streams of events that are open.", registry=self.registry
         )
-        self._webhook_events = prometheus.Counter(
-            "undertow_webhook_events",
-            "Events that webhooks were told (sent), and attempts to tell some (failed).",
-            ["outcome"],
-            registry=self.registry,
+        words = "Events that webhooks were told (sent), and attempts at some (failed)."
+        self.webhook_events = prometheus.Counter(
+            "undertow_webhook_events", words, ["outcome"], registry=self.registry
         )
+        words = "How long the webhook that has failed longest has failed; 0: none does, or it is disabled."
+        self.webhook_lag = prometheus.Gauge("undertow_webhook_lag_seconds", words, registry=self.registry)
         prometheus.ProcessCollector(registry=self.registry)
 
     def note(self, method: str, route: str, status: int, seconds: float, problem: str | None) -> None:
@@ -71,16 +71,6 @@ class HTTPMetrics:
         self._seconds.labels(route, method).observe(seconds)
         if status in REFUSALS:
             self._refused.labels(problem or str(status)).inc()
-
-    def note_events(self, outcome: str, count: int) -> None:
-        self._webhook_events.labels(outcome).inc(count)
-
-    def watch_webhooks(self, lag_s: Callable[[], float], disabled: Callable[[], float]) -> None:
-        """Gauges of all webhooks together, read when they are asked for."""
-        lag = "How long the webhook has failed that has failed longest and is not disabled; 0: none fails."
-        gauges = (("lag_seconds", lag, lag_s), ("disabled", "Webhooks that are disabled.", disabled))
-        for name, words, value in gauges:
-            prometheus.Gauge(f"undertow_webhook_{name}", words, registry=self.registry).set_function(value)
 
     def exposition(self, status: Status) -> bytes:
         """All metrics in Prometheus' text format; `status`: the current Router.status."""

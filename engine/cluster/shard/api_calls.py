@@ -20,6 +20,7 @@ from undertow.engine.base.queries import (
     DeleteCommand,
     DrainCommand,
     EraseCommand,
+    EventPage,
     EventsQuery,
     ExplainQuery,
     ExportQuery,
@@ -34,20 +35,11 @@ from undertow.engine.base.queries import (
     R,
     SearchQuery,
     TenantCall,
-    TenantEventsQuery,
     TenantsQuery,
     TenantStatsQuery,
     UpdateCommand,
 )
-from undertow.engine.base.results import (
-    Answer,
-    Certificate,
-    EventPage,
-    ImportReport,
-    Page,
-    Report,
-    SearchResult,
-)
+from undertow.engine.base.results import Answer, Certificate, ImportReport, Page, Report, SearchResult
 from undertow.engine.cluster.shard import repeated_calls
 from undertow.engine.cluster.shard.answer_streams import (
     AnswerStream,
@@ -184,15 +176,6 @@ class ApiCalls:
             known.set_result({self._shard: page})
             return known
         return self._ask(lambda engine: engine.call(query), reads=True, reads_journal=True)
-
-    def _tenant_events(self, query: TenantEventsQuery) -> Future[Page]:
-        query = replace(query, home=self._shard)
-        return self._ask(
-            lambda engine: self._on_tenant(engine, query),
-            tenant=query.tenant,
-            reads=True,
-            reads_journal=True,
-        )
 
     def _after_index_build(
         self, query: SearchQuery | AnswerQuery, act: Callable[[Engine], T | NotYet]
@@ -369,6 +352,5 @@ HANDLERS: Mapping[type[ApiCall[Any]], Callable[[ApiCalls, Any], Future[Any]]] = 
     ImportCommand: ApiCalls._import,
     ListQuery: ApiCalls._list,
     SearchQuery: ApiCalls._search,
-    TenantEventsQuery: ApiCalls._tenant_events,
     UpdateCommand: ApiCalls._edit,
 }

@@ -88,11 +88,8 @@ class LoadLimits:
     @contextmanager
     def streaming(self, key_id: str) -> Iterator[None]:
         """Around a stream of events. Problem 429: there are too many, or half of them are of this key."""
-        most = self._settings.max_streams
-        with (
-            self._counted("stream with key", key_id, max(1, most // 2), STREAMS),
-            self._counted("stream", "", most, STREAMS),
-        ):
+        by_key, most = ("stream with key", key_id), self._settings.max_streams
+        with self._counted(*by_key, max(1, most // 2), STREAMS), self._counted("stream", "", most, STREAMS):
             yield
 
     @contextmanager

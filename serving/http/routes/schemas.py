@@ -270,36 +270,12 @@ class JobView(Model):
     finished_at: str | None
 
 
-# ---- events
-
-
 class WebhookRequest(RequestModel):
     """`tenants`: whose events; default: of all that the key names. `include_text`: with memories' texts."""
 
     url: str = Field(min_length=1, max_length=2_000, examples=["https://example.com/undertow"])
     tenants: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, max_length=100)
     include_text: bool = False
-
-
-class WebhookView(Model):
-    """`attempts`: that failed since the last success; `error`: of the last one; `tenant_keys`: null for all."""
-
-    id: str
-    url: str
-    tenant_keys: list[str] | None
-    include_text: bool
-    created_at: str
-    state: Literal["active", "failing", "disabled"]
-    attempts: int
-    error: str | None
-    disabled_at: str | None
-
-
-class WebhookMade(WebhookView):
-    """`secret`: verifies the signatures; it is not shown again. `tenants`: the `tenant_key` of each name."""
-
-    secret: str
-    tenants: dict[str, str]
 
 
 # ---- the store
