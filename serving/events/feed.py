@@ -15,8 +15,8 @@ from undertow.engine.base.results import Report
 from undertow.serving.async_memories import AsyncMemories
 
 PAGE = 500
-# between two questions to all shards, which answer from memory where nothing is new; without a hint
-POLL_S, LOOK_S = 0.5, 60.0
+# between two questions to all shards, which answer from memory where nothing is new
+POLL_S = 0.5
 
 
 class Feed:
@@ -30,7 +30,7 @@ class Feed:
 
     @contextmanager
     def listening(self, keys: frozenset[str] | None) -> Iterator[asyncio.Event]:
-        """An event that is set when tenants may have news. Clear it before you read."""
+        """An event that is set when these tenants may have news; None: all. Clear it before you read."""
         self._listeners[news := asyncio.Event()] = keys
         self._task = self._task or asyncio.create_task(self._poll())
         try:
@@ -63,24 +63,17 @@ class Feed:
     def named(self, pages: Mapping[str, EventPage]) -> list[Report]:
         """The events of all shards with their ids."""
         found = ((home, lsn, event) for home, page in pages.items() for lsn, event in page.items)
-        return [{"id": self.event_id(e["tenant_key"], home, lsn), **e} for home, lsn, e in found]
-
-    def event_id(self, key: str, home: str, lsn: int) -> str:
-        """The id of a tenant's event: an lsn in clear would tell how much other tenants do."""
-        tag = self._memories.tenant_key(f"event\x1f{key}\x1f{home}\x1f{lsn}")[:16]
-        return f"{tag}{lsn + 1 ^ self._pad(tag):016x}"
+        return [{"id": self._id(e["tenant_key"], home, lsn), **e} for home, lsn, e in found]
 
     def lsn(self, key: str, home: str, event_id: str) -> int:
         """The lsn of an id; -1, before all, where it is of another shard."""
         lsn = (int(event_id[16:], 16) ^ self._pad(event_id[:16])) - 1
-        return lsn if self.event_id(key, home, lsn) == event_id else -1
+        return lsn if self._id(key, home, lsn) == event_id else -1
+
+    def _id(self, key: str, home: str, lsn: int) -> str:
+        """An lsn in clear would tell how much other tenants do."""
+        tag = self._memories.tenant_key(f"event\x1f{key}\x1f{home}\x1f{lsn}")[:16]
+        return f"{tag}{lsn + 1 ^ self._pad(tag):016x}"
 
     def _pad(self, tag: str) -> int:
         return int(self._memories.tenant_key(f"pad\x1f{tag}")[:16], 16)
-
-
-async def heard(news: asyncio.Event, within_s: float = LOOK_S) -> bool:
-    """Whether there may be news within a time."""
-    with suppress(TimeoutError):
-        await asyncio.wait_for(news.wait(), within_s)
-    return news.is_set()

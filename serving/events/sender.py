@@ -1,7 +1,7 @@
 """One delivery of a webhook: signed as Standard Webhooks say, to an address that was checked.
 
-Webhooks go to the public internet by https, and to networks that the operator names. A host is resolved here,
-each of its addresses is checked, and one of these is connected to: what a name resolves to later is nothing.
+A host is resolved here, each of its addresses is checked, and one of these is connected to: what its name
+resolves to a moment later changes nothing.
 """
 
 from __future__ import annotations
@@ -59,14 +59,11 @@ class Sender:
             raise ValueError(WRONG_URL)
         return url
 
-    async def post(self, text: str, secret: str, message_id: str, body: bytes, attempt: int) -> None:
+    async def post(self, url: str, secret: str, message_id: str, body: bytes, attempt: int) -> None:
         """Undelivered. Each attempt takes the next address of the host."""
         try:
             async with asyncio.timeout(WHOLE_S):
-                url = self.checked(text)
-                found = await self._addresses(url)
-                address = found[attempt % len(found)]
-                status = await self._post(url, address, signed(secret, message_id, body), body)
+                status = await self._post(self.checked(url), signed(secret, message_id, body), body, attempt)
         except ValueError as error:
             raise Undelivered(str(error)) from None
         except (OSError, httpx2.TransportError) as error:  # TimeoutError is an OSError
@@ -74,30 +71,26 @@ class Sender:
         if not 200 <= status < 300:
             raise Undelivered(f"HTTP {status}")
 
-    async def _post(self, url: httpx2.URL, address: str, headers: dict[str, str], body: bytes) -> int:
-        self.trust = self.trust or httpx2.create_ssl_context()
+    async def _post(self, url: httpx2.URL, headers: dict[str, str], body: bytes, attempt: int) -> int:
+        found = await self.resolve(url.raw_host.decode("ascii"))
+        for address in map(ip_address, found):
+            is_named = any(address in network for network in self._networks)
+            if not is_named and not (_is_ordinary(url) and is_public(address)):
+                raise ValueError("no webhook may go to an address of this host")
+        to = url.copy_with(host=found[attempt % len(found)])
         headers |= {"host": url.netloc.decode("ascii"), "content-type": "application/json"}
-        tls = {"sni_hostname": url.raw_host.decode("ascii")}  # which it verifies
-        timeout, to = httpx2.Timeout(WHOLE_S, connect=CONNECT_S), url.copy_with(host=address)
+        tls = {"sni_hostname": url.raw_host.decode("ascii")}  # the name that it verifies
+        self.trust = self.trust or httpx2.create_ssl_context()
+        timeout = httpx2.Timeout(WHOLE_S, connect=CONNECT_S)
         async with (
             httpx2.AsyncClient(verify=self.trust, trust_env=False, timeout=timeout) as client,
             client.stream("POST", to, content=body, headers=headers, extensions=tls) as response,
         ):
             return response.status_code
 
-    async def _addresses(self, url: httpx2.URL) -> list[str]:
-        """All of the host's. ValueError: one is not allowed; OSError."""
-        found = await self.resolve(url.raw_host.decode("ascii"))
-        for address in map(ip_address, found):
-            is_named = any(address in network for network in self._networks)
-            if not is_named and not (_is_ordinary(url) and is_public(address)):
-                raise ValueError("no webhook may go to an address of this host")
-        return found
-
     async def resolve(self, host: str) -> list[str]:
         """The addresses of a host, in text, at least one. OSError."""
-        how = {"type": socket.SOCK_STREAM, "flags": socket.AI_ADDRCONFIG}
-        look = partial(socket.getaddrinfo, host, None, **how)
+        look = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
         found = await asyncio.get_running_loop().run_in_executor(self._threads, look)
         return [str(address[0]) for *_, address in found]
 

@@ -14,15 +14,17 @@ import sqlite3
 import time
 from base64 import b64encode
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
 import orjson
+from pydantic import Field
 
 from undertow.engine.base.queries import EventsQuery
 from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.client.results import Model
-from undertow.serving.events.feed import Feed, heard
+from undertow.serving.events.feed import Feed
 from undertow.serving.events.sender import PREFIX, Sender, Undelivered
 from undertow.serving.telemetry.metrics import HTTPMetrics
 
@@ -31,12 +33,20 @@ log = logging.getLogger(__name__)
 # rows of each shard that are read for one request
 BATCH = 100
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 3_600.0
+# a webhook that was not woken looks for itself
+LOOK_S = 60.0
 GONE = "HTTP 410"
+PRIVATE = {"secret", "key_id", "at"}
+SOUND: dict[str, Any] = {"attempts": 0, "failing_since": None, "error": None, "disabled_at": None}
+SAVE = "insert or replace into webhooks values (?, ?)"
 Run = Callable[[Callable[[sqlite3.Connection], Any]], Awaitable[Any]]
 
 
-class WebhookView(Model):
-    """`tenant_keys`: null for all. `attempts`: failed ones since `failing_since`; `error`: of the last."""
+class Webhook(Model):
+    """`tenant_keys`: null for all. `attempts`: failed ones since `failing_since`; `error`: of the last.
+
+    Not shown: `key_id`, of who made it, and `at`, up to which lsn of each shard its receiver has taken all.
+    """
 
     id: str
     url: str
@@ -47,47 +57,29 @@ class WebhookView(Model):
     failing_since: float | None = None
     error: str | None = None
     disabled_at: str | None = None
-
-
-class WebhookMade(WebhookView):
-    """`secret`: verifies the signatures; it is not shown again."""
-
-    secret: str
-
-
-class Webhook(WebhookMade):
-    """`at`: up to which lsn of each shard the receiver has taken all; `key_id`: whose it is."""
-
-    key_id: str
-    at: dict[str, int]
+    secret: str = ""
+    key_id: str = ""
+    at: dict[str, int] = Field(default_factory=dict)
 
 
 class Webhooks:
     """All webhooks of a service. One that fails delays no other."""
 
-    def __init__(
-        self,
-        memories: AsyncMemories,
-        run: Run,
-        feed: Feed,
-        sender: Sender,
-        metrics: HTTPMetrics,
-        most_s: float,
-    ) -> None:
-        """`run`: of the state database. `most_s`: one that fails for longer is disabled."""
-        self._memories, self._run, self._feed, self.sender = memories, run, feed, sender
-        self._events, self._most_s = metrics.webhook_events, most_s
+    def __init__(self, memories: AsyncMemories, feed: Feed, sender: Sender, metrics: HTTPMetrics) -> None:
+        self._memories, self._feed, self.sender = memories, feed, sender
+        self._events = metrics.webhook_events
         metrics.webhook_lag.set_function(self._lag_s)
         self.known: dict[str, Webhook] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def start(self) -> None:
-        """Go on where the last service ended."""
-        for (body,) in await self._run(lambda db: db.execute("select body from webhooks").fetchall()):
+    async def start(self, run: Run, most_s: float) -> None:
+        """Go on where the last service ended. `run`: of the state database; `most_s`: of failures in a row."""
+        self._run, self.most_s = run, most_s
+        for (body,) in await run(lambda db: db.execute("select body from webhooks").fetchall()):
             await self._launch(Webhook.model_validate_json(body))
 
     async def stop(self) -> None:
-        await asyncio.gather(*map(self._end, [*self._tasks]))
+        await asyncio.gather(*map(self._end, self._tasks))
 
     async def add(self, key_id: str, url: str, keys: list[str] | None, include_text: bool) -> Webhook:
         """A new one, durable on return: it is told what happens from now on. ValueError: the URL."""
@@ -100,12 +92,12 @@ class Webhooks:
     async def enable(self, webhook_id: str) -> Webhook:
         """Try again now, from where it was left."""
         await self._end(webhook_id)
-        return await self._launch(_without_failure(self.known[webhook_id]))
+        return await self._launch(self.known[webhook_id].model_copy(update=SOUND))
 
     async def remove(self, webhook_id: str) -> None:
         await self._end(webhook_id)
-        del self.known[webhook_id]
         await self._run(lambda db: db.execute("delete from webhooks where id = ?", (webhook_id,)))
+        self.known.pop(webhook_id, None)
 
     def _lag_s(self) -> float:
         since = [h.failing_since for h in self.known.values() if h.failing_since and not h.disabled_at]
@@ -120,11 +112,9 @@ class Webhooks:
         self._tasks[webhook_id].cancel()
         await asyncio.gather(self._tasks[webhook_id], return_exceptions=True)
 
-    async def _save(self, hook: Webhook) -> Webhook:
-        row = (hook.id, hook.model_dump_json())
-        await self._run(lambda db: db.execute("insert or replace into webhooks values (?, ?)", row))
+    async def _save(self, hook: Webhook) -> None:
+        await self._run(lambda db: db.execute(SAVE, (hook.id, hook.model_dump_json())))
         self.known[hook.id] = hook
-        return hook
 
     async def _follow(self, hook: Webhook) -> None:
         keys = None if hook.tenant_keys is None else frozenset(hook.tenant_keys)
@@ -133,15 +123,16 @@ class Webhooks:
                 news.clear()
                 try:
                     told, at = await self._tell(hook, keys)
-                    is_all, is_news = at == hook.at, told or hook.attempts
-                    hook = _without_failure(hook, at=at)
-                    if is_news:
+                    before, hook = hook, hook.model_copy(update={**SOUND, "at": at})
+                    if told or before.attempts:
                         await self._save(hook)
-                    if is_all:
-                        await heard(news)
+                    if at == before.at:
+                        with suppress(TimeoutError):
+                            await asyncio.wait_for(news.wait(), LOOK_S)
                 except Undelivered as failure:
                     self._events.labels("failed").inc()
-                    hook = await self._save(self._failed(hook, str(failure)))
+                    hook = self._failed(hook, str(failure))
+                    await self._save(hook)
                     await asyncio.sleep(_backoff_s(hook.attempts))
                 except Exception as error:  # noqa: BLE001 - of a shard, or of the disk; others go on
                     log.warning("webhook %s waits: %s", hook.id, type(error).__name__)
@@ -160,14 +151,9 @@ class Webhooks:
     def _failed(self, hook: Webhook, error: str) -> Webhook:
         """After a failed attempt; disabled, if it was the last."""
         since = hook.failing_since or time.time()
-        ended = _now() if error == GONE or time.time() - since > self._most_s else None
+        ended = _now() if error == GONE or time.time() - since > self.most_s else None
         changed = {"attempts": hook.attempts + 1, "failing_since": since, "error": error}
         return hook.model_copy(update={**changed, "disabled_at": ended})
-
-
-def _without_failure(hook: Webhook, **changed: Any) -> Webhook:
-    none = {"attempts": 0, "failing_since": None, "error": None, "disabled_at": None}
-    return hook.model_copy(update=none | changed)
 
 
 def _backoff_s(attempts: int) -> float:

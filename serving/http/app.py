@@ -57,7 +57,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Resumes open jobs and webhooks at the start; leaves them for the next service at the end."""
     service: Service = app.state.service
     await service.jobs.start(works(service))
-    await service.webhooks.start()
+    await service.webhooks.start(service.state.run, service.settings.webhook_patience_s)
     try:
         async with mcp_mounted(app, service.settings):
             yield

@@ -71,8 +71,8 @@ class Service:
         self.readiness = Readiness(memories, llm=engine.llm_url is not None)
         self.metrics = HTTPMetrics()
         self.feed = Feed(memories)
-        send, most_s = sender.Sender(self.settings.webhook_networks), self.settings.webhook_patience_s
-        self.webhooks = webhooks.Webhooks(memories, state.run, self.feed, send, self.metrics, most_s)
+        send = sender.Sender(self.settings.webhook_networks)
+        self.webhooks = webhooks.Webhooks(memories, self.feed, send, self.metrics)
         self.answer_tokens: Callable[[AnswerMode | None], int] = partial(answer_tokens, engine)
         self.max_message_bytes = engine.max_message_bytes
 

@@ -6,7 +6,7 @@ before it is read is told as its deletion alone, and of an erased life the erasu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import orjson
@@ -46,18 +46,10 @@ def store_events(journal: Journal, tenants: TenantCatalog, query: EventsQuery) -
             rows.append(row)
         if len(rows) == query.limit or size >= MAX_PAGE_BYTES:
             break
-    return EventPage(tuple(_told(journal, tenants, rows, query.text)), at)
-
-
-def _told(
-    journal: Journal, tenants: TenantCatalog, rows: Sequence[Row], text: bool
-) -> Iterator[tuple[int, Report]]:
     withheld = _withheld(journal, tenants, rows)
-    for row in rows:
-        told = _event(row, tenants, text)
-        if told is not None and row not in withheld.get(row.tenant_key, ()):
-            head = {"tenant": row.tenant or None, "tenant_key": row.tenant_key, "time": row.timestamp}
-            yield row.lsn, {"type": told.pop("type"), **head, **told}
+    shown = (row for row in rows if row not in withheld.get(row.tenant_key, ()))
+    told = ((row.lsn, _event(row, tenants, query.text)) for row in shown)
+    return EventPage(tuple((lsn, event) for lsn, event in told if event is not None), at)
 
 
 def _withheld(journal: Journal, tenants: TenantCatalog, rows: Sequence[Row]) -> dict[str, Withheld]:
@@ -70,27 +62,30 @@ def _withheld(journal: Journal, tenants: TenantCatalog, rows: Sequence[Row]) -> 
     return {key: Withheld([row for row in known if row.tenant_key == key]) for key in keys}
 
 
-def _event(row: Row, tenants: TenantCatalog, text: bool) -> dict[str, Any] | None:
+def _event(row: Row, tenants: TenantCatalog, text: bool) -> Report | None:
     """What a row tells; None: nothing."""
+
+    def event(type_: str, said: str | None = None, **ids: Any) -> Report:
+        head = {"type": type_, "tenant": row.tenant or None, "tenant_key": row.tenant_key}
+        return head | {"time": row.timestamp} | ids | ({"text": said} if text and said is not None else {})
+
     if row.kind == "turn":
-        told = {"type": "memory.created", "memory_id": row.id, "kind": "turn", "seq": row.seq}
-        return told | ({"text": spoken_in(orjson.loads(row.payload))} if text else {})
+        said = spoken_in(orjson.loads(row.payload)) if text else None
+        return event("memory.created", said, memory_id=row.id, kind="turn", seq=row.seq)
     if row.kind in ("episode", "fact"):
-        memory = memory_of(row)
-        change = "deleted" if memory.deleted else "created" if memory.version == 1 else "updated"
-        told = {"type": f"memory.{change}", "memory_id": memory.id, "kind": memory.kind, "seq": row.seq}
-        told |= {"version": memory.version, "generation": memory.generation}
-        return told | ({"text": memory.text} if text and not memory.deleted else {})
+        m = memory_of(row)
+        change = "deleted" if m.deleted else "created" if m.version == 1 else "updated"
+        ids = {"memory_id": m.id, "kind": m.kind, "seq": row.seq, "version": m.version}
+        return event(f"memory.{change}", None if m.deleted else m.text, generation=m.generation, **ids)
     if row.kind == "control" and "turn_seq" in (body := control_of(row).body):
-        told = {"type": "memory.deleted", "memory_id": body["id"], "kind": "turn"}
-        return told | {"seq": body["turn_seq"]}  # of an episode or a fact a version tells it
+        # that of an episode or a fact is told by its last version
+        return event("memory.deleted", memory_id=body["id"], kind="turn", seq=body["turn_seq"])
     if row.kind == "job" and (job := job_of(row)).state == "parked":
         life = tenants.incarnation_of(row.tenant_key)
         turns = [turn_id(row.tenant, life, seq) for seq in job.cluster]
-        told = {"type": "turn.parked", "job_id": job.id, "operation": job.operation, "seq": job.seq}
-        return told | {"turn_ids": turns} | ({"reason": job.reason} if text else {})
+        return event("turn.parked", job.reason, job_id=job.id, operation=job.operation, turn_ids=turns)
     if row.kind == "tombstone":
         stone = orjson.loads(row.payload)
         if not stone["purged"] or "rows_elsewhere" in stone:  # else it was told when it was erased
-            return {"type": "tenant.erased", "time": stone["erased_at"]}
+            return event("tenant.erased", time=stone["erased_at"])
     return None

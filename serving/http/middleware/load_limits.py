@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from undertow.serving.http.problems import CLOSE, Problem
@@ -85,12 +85,9 @@ class LoadLimits:
         with self._counted("long", "", self._settings.max_long_requests, LONG):
             yield
 
-    @contextmanager
-    def streaming(self, key_id: str) -> Iterator[None]:
-        """Around a stream of events. Problem 429: there are too many, or half of them are of this key."""
-        by_key, most = ("stream with key", key_id), self._settings.max_streams
-        with self._counted(*by_key, max(1, most // 2), STREAMS), self._counted("stream", "", most, STREAMS):
-            yield
+    def streaming(self) -> AbstractContextManager[None]:
+        """Around a stream of events. Problem 429: there are too many."""
+        return self._counted("stream", "", self._settings.max_streams, STREAMS)
 
     @contextmanager
     def importing(self, key_id: str, tenant: str | None) -> Iterator[None]:

@@ -165,7 +165,7 @@ class GuardedRoute(APIRoute):
         if self.access.imports:
             return load.importing(key_id, tenant)
         if self.access.streams:
-            return load.streaming(key_id)
+            return load.streaming()
         return load.long() if self.access.long else nullcontext()
 
     def _bounds(self, settings: ServiceSettings) -> tuple[int, float]:

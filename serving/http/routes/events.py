@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Annotated, Any
 
 import orjson
@@ -13,8 +15,7 @@ from fastapi.responses import StreamingResponse
 from undertow.engine.base.queries import EventsQuery
 from undertow.serving.auth.principal import Principal, Scope
 from undertow.serving.client.results import Listed
-from undertow.serving.events.feed import heard
-from undertow.serving.events.webhooks import Webhook, WebhookMade, WebhookView
+from undertow.serving.events.webhooks import PRIVATE, Webhook
 from undertow.serving.http.problems import Problem, bad_field
 from undertow.serving.http.routes.access import Access, GuardedRoute, TenantAccess
 from undertow.serving.http.routes.schemas import WebhookRequest
@@ -25,7 +26,9 @@ router = APIRouter(route_class=GuardedRoute, tags=["events"])
 
 EVENT_STREAM = "text/event-stream"
 PAGE, HEARTBEAT_S = 200, 15.0
+LINES = b"id: %s\nevent: %s\ndata: %s\n\n"
 EVENT_ID = Header(pattern="^[0-9a-f]{32}$", description="Of the last event you have; default: none.")
+LISTED = {"results": {"__all__": PRIVATE}}
 MANAGES = Access(Scope.ADMIN, reaches=TenantAccess.ANY, once=True, act="webhook")
 
 
@@ -62,22 +65,19 @@ async def _stream(
         while True:
             news.clear()
             pages = await call(EventsQuery(at, frozenset([key]), PAGE, text))
-            lines = (_line({**event, "tenant": tenant}) for event in feed.named(pages))
+            told = [event | {"tenant": tenant} for event in feed.named(pages)]
+            lines = (LINES % (e["id"].encode(), e["type"].encode(), orjson.dumps(e)) for e in told)
             yield b"".join(lines) or b":\n\n"
             before, at = at, {home: page.at for home, page in pages.items()}
             left_s = min(HEARTBEAT_S, ends_s - time.monotonic())
             if at == before:
                 if not follow or left_s <= 0 or service.load.draining:
                     return
-                await heard(news, left_s)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(news.wait(), left_s)
 
 
-def _line(event: dict[str, Any]) -> bytes:
-    head = f"id: {event['id']}\nevent: {event['type']}\ndata: "
-    return head.encode() + orjson.dumps(event) + b"\n\n"
-
-
-@router.post("/v1/webhooks", response_model=WebhookMade)
+@router.post("/v1/webhooks", response_model=Webhook, response_model_exclude={"key_id", "at"})
 @MANAGES
 async def create_webhook(asked: WebhookRequest, service: Served, sender: Sender) -> Any:
     """Have events posted to a URL from now on, signed as Standard Webhooks. The secret is shown here alone.
@@ -97,14 +97,14 @@ async def create_webhook(asked: WebhookRequest, service: Served, sender: Sender)
             raise bad_field("url", str(error)) from None
 
 
-@router.get("/v1/webhooks", response_model=Listed[WebhookView])
+@router.get("/v1/webhooks", response_model=Listed[Webhook], response_model_exclude=LISTED)
 @Access(Scope.ADMIN, reaches=TenantAccess.ANY)
 async def list_webhooks(service: Served, sender: Sender) -> Any:
     """The webhooks made with this key; with a key for all tenants, all. A disabled one says why."""
     return {"results": _own(service, sender)}
 
 
-@router.post("/v1/webhooks/{webhook_id}/enable", response_model=WebhookView)
+@router.post("/v1/webhooks/{webhook_id}/enable", response_model=Webhook, response_model_exclude=PRIVATE)
 @MANAGES
 async def enable_webhook(webhook_id: str, service: Served, sender: Sender) -> Any:
     """Go on with a webhook that is disabled, or waits, from where it was left: nothing is left out."""
@@ -112,7 +112,7 @@ async def enable_webhook(webhook_id: str, service: Served, sender: Sender) -> An
         return await service.webhooks.enable(_one(service, sender, webhook_id).id)
 
 
-@router.delete("/v1/webhooks/{webhook_id}", response_model=WebhookView)
+@router.delete("/v1/webhooks/{webhook_id}", response_model=Webhook, response_model_exclude=PRIVATE)
 @MANAGES
 async def delete_webhook(webhook_id: str, service: Served, sender: Sender) -> Any:
     """Delete a webhook. A request of it that is under way is cut off."""
