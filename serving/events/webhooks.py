@@ -73,7 +73,7 @@ class Webhooks:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self, run: Run, most_s: float) -> None:
-        """Go on where the last service ended. `run`: of the state database; `most_s`: of failures in a row."""
+        """Go on where the last service ended. `run`: of the state database; `most_s`: of failure in a row."""
         self._run, self.most_s = run, most_s
         for (body,) in await run(lambda db: db.execute("select body from webhooks").fetchall()):
             await self._launch(Webhook.model_validate_json(body))

@@ -1,9 +1,8 @@
-"""Events against what the journal's other readers say: read in parts, in one go, and by a shard's path."""
+"""Events against what the journal's other readers say: read in parts, and in one go."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from itertools import cycle
 from pathlib import Path
 from random import Random
@@ -15,11 +14,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.memory_api import MemoryApi
 from undertow.engine.base.queries import EventsQuery
 from undertow.engine.base.results import Report
-from undertow.engine.cluster.in_process import InProcess
-from undertow.engine.cluster.shard.supervisor import EngineParts
-from undertow.engine.encoders.hashing import HashingEncoder
 
-from ...support.cluster.in_process import settings as shard_settings
 from ...support.engine import open_engine
 from ...support.faults.harness import THETA, turns_of, write_log
 
@@ -114,23 +109,14 @@ def test_events_in_parts_are_those_in_one_go(engine: Engine, seed: int) -> None:
     assert told(engine, keys, at=whole[n]["lsn"]) == whole[n + 1 :]
 
 
-def test_a_shard_tells_the_same_beside_its_steps(store: Path, engine: Engine) -> None:
-    keys = {name: key_of(engine, name) for name in NAMES}
-    expected = {name: told(engine, [keys[name]]) for name in NAMES}
-    engine.close()
-    parts = EngineParts(encoder=lambda _: HashingEncoder(64), llm=lambda _: MockLLM(MockReplies()))
-    with closing(InProcess(store, shard_settings(**THETA), parts)) as api:
-        everything = told(api, None, [13])
-        for name in NAMES:
-            assert [event for event in everything if event["tenant"] == name] == expected[name]
-        (end,) = api.call(EventsQuery({})).values()
-        assert end.items == () and api.call(EventsQuery({"single": end.at}, limit=9))["single"] == end
-        gone = expected["bob"][0]["memory_id"]
-        api.delete(gone, tenant="bob")
-        (deleted, *_) = told(api, None, at=end.at)
-        assert (deleted["type"], deleted["memory_id"]) == ("memory.deleted", gone)
-        beyond = api.call(EventsQuery({"single": 10**9}, limit=1))["single"]
-        assert beyond.at < end.at, "of a store that is an older copy all is told again"
+def test_what_each_tenant_is_told_is_what_all_are(engine: Engine) -> None:
+    everything = told(engine, None, [13])
+    for name in NAMES:
+        assert [e for e in everything if e["tenant"] == name] == told(engine, [key_of(engine, name)])
+    end = engine.call(EventsQuery({}))["single"]
+    assert end == engine.call(EventsQuery({"single": end.at}, limit=9))["single"] == ((), end.at)
+    beyond = engine.call(EventsQuery({"single": 10**9}, limit=1))["single"]
+    assert beyond.at < end.at, "of a store that is an older copy all is told again"
 
 
 def test_of_an_erased_tenant_the_erasure_alone_is_told(tmp_path: Path) -> None:

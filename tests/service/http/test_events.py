@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sqlite3
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from standardwebhooks import Webhook as Verifier
 
 from undertow.serving.auth.principal import Scope
-from undertow.serving.events import sender, webhooks
+from undertow.serving.events import feed, sender, webhooks
 from undertow.serving.events.sender import Sender, Undelivered, is_public
 from undertow.serving.http.routes import events as routes
 
@@ -31,7 +30,7 @@ from ...support.service.scripted_server import Reply, ScriptedServer, Seen, serv
 from .test_serve import process
 
 LOOPBACK = '["127.0.0.0/8"]'
-BOUNDS: dict[str, Any] = {"webhook_networks": ["127.0.0.0/8"], "max_streams": 4, "max_webhooks": 9}
+BOUNDS: dict[str, Any] = {"webhook_networks": ["127.0.0.0/8"], "max_streams": 2, "max_webhooks": 9}
 ADMIN = (Scope.ADMIN, Scope.READ, Scope.WRITE, Scope.ERASE)
 Events = list[dict[str, Any]]
 
@@ -40,6 +39,7 @@ Events = list[dict[str, Any]]
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhooks, "FIRST_RETRY_S", 0.02)
     monkeypatch.setattr(sender, "WHOLE_S", 0.5)
+    monkeypatch.setattr(feed, "POLL_S", 0.02)
 
 
 @pytest.fixture(autouse=True)
@@ -183,6 +183,12 @@ def test_a_kill_between_commit_and_delivery_loses_nothing(tmp_path: Path) -> Non
             more = add(service.client(key), "ann", "the violin")
             wait_until(lambda: taken(receiver)[-1:] == more)
             assert taken(receiver)[-3:] == [*ids, *more], "and once taken, nothing is told again"
+            with service.client(key).stream("GET", at("ann", "/events")) as response:
+                lines = response.iter_lines()
+                next(lines)
+                service.popen.send_signal(signal.SIGTERM)
+                assert [*lines][-1] == "", "a stream ends as the service drains, and is not cut off"
+            assert service.popen.wait(10) == 0
 
 
 def test_keys_have_webhooks_of_their_tenants_alone(client: httpx2.Client, running: Running) -> None:
@@ -219,11 +225,8 @@ def test_an_erasure_is_told_and_nothing_of_the_tenant_is_left(
         (event,) = streamed(client, "erased-name")
         assert event == told | {"tenant": "erased-name"}
     state = running.folder / "service"
-    assert all(b"erased-name" not in p.read_bytes() for p in state.iterdir() if p.is_file())
-    with sqlite3.connect(state / "service.sqlite3") as db:
-        assert b"secret boat" not in b"".join(
-            db.execute("select body from webhooks").fetchone()[0].encode() for _ in [0]
-        )
+    written = b"".join(path.read_bytes() for path in state.iterdir() if path.is_file())
+    assert b"whsec_" in written and b"erased-name" not in written and b"secret boat" not in written
 
 
 # ---- streams
@@ -263,18 +266,7 @@ def test_streams_are_counted_and_need_the_right_to_read(client: httpx2.Client, r
     own = running.client(Scope.READ)
     with own.stream("GET", at("a", "/events")), own.stream("GET", at("b", "/events")):
         is_problem(own.get(at("c", "/events")), 429, "streams")
-        assert streamed(client, "c") == []
     wait_until(lambda: "undertow_event_streams 0.0" in client.get("/metrics").text)
-
-
-def test_streams_end_when_the_service_drains(tmp_path: Path) -> None:
-    with process(tmp_path, "--llm", "off", env={"UNDERTOW_SERVICE_DRAIN_NOTICE_S": "0"}) as service:
-        with service.client().stream("GET", at("ann", "/events")) as response:
-            lines = response.iter_lines()
-            next(lines)
-            service.popen.send_signal(signal.SIGTERM)
-            assert set(lines) <= {"", ":"}, "it ends, and is not cut off"
-        assert service.popen.wait(10) == 0
 
 
 # ---- where webhooks may go
