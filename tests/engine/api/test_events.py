@@ -22,7 +22,7 @@ NAMES = ("ann", "bob")
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Two tenants, with parked jobs, a deleted turn, a reworded turn, a deleted episode."""
     folder = tmp_path_factory.mktemp("events")
     turns = turns_of(write_log(folder / "log.jsonl", [*NAMES], 40))
@@ -39,12 +39,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         engine.update(engine.get_all("ann")[0].id, "The boat was sold.")
         engine.delete(engine.get_all("ann")[1].id)
         assert engine.drain()
-    return folder / "s"
-
-
-@pytest.fixture
-def engine(store: Path) -> Iterator[Engine]:
-    with open_engine(store, **THETA) as engine:
         yield engine
 
 
@@ -114,7 +108,8 @@ def test_what_each_tenant_is_told_is_what_all_are(engine: Engine) -> None:
     for name in NAMES:
         assert [e for e in everything if e["tenant"] == name] == told(engine, [key_of(engine, name)])
     end = engine.call(EventsQuery({}))["single"]
-    assert end == engine.call(EventsQuery({"single": end.at}, limit=9))["single"] == ((), end.at)
+    assert end.items == ()
+    assert engine.call(EventsQuery({"single": end.at}, limit=9))["single"] == end
     beyond = engine.call(EventsQuery({"single": 10**9}, limit=1))["single"]
     assert beyond.at < end.at, "of a store that is an older copy all is told again"
 
