@@ -97,7 +97,7 @@ class Webhooks:
     async def remove(self, webhook_id: str) -> None:
         await self._end(webhook_id)
         await self._run(lambda db: db.execute("delete from webhooks where id = ?", (webhook_id,)))
-        self.known.pop(webhook_id, None)
+        del self.known[webhook_id], self._tasks[webhook_id]
 
     def _lag_s(self) -> float:
         since = [h.failing_since for h in self.known.values() if h.failing_since and not h.disabled_at]
@@ -122,21 +122,29 @@ class Webhooks:
             while hook.disabled_at is None:
                 news.clear()
                 try:
-                    told, at = await self._tell(hook, keys)
-                    before, hook = hook, hook.model_copy(update={**SOUND, "at": at})
-                    if told or before.attempts:
-                        await self._save(hook)
-                    if at == before.at:
+                    before, hook = hook, await self._tried(hook, keys)
+                    if hook.attempts:
+                        await asyncio.sleep(_backoff_s(hook.attempts))
+                    elif hook.at == before.at:
                         with suppress(TimeoutError):
                             await asyncio.wait_for(news.wait(), LOOK_S)
-                except Undelivered as failure:
-                    self._events.labels("failed").inc()
-                    hook = self._failed(hook, str(failure))
-                    await self._save(hook)
-                    await asyncio.sleep(_backoff_s(hook.attempts))
                 except Exception as error:  # noqa: BLE001 - of a shard, or of the disk; others go on
                     log.warning("webhook %s waits: %s", hook.id, type(error).__name__)
                     await asyncio.sleep(FIRST_RETRY_S)
+
+    async def _tried(self, hook: Webhook, keys: frozenset[str] | None) -> Webhook:
+        """The webhook after an attempt to tell what follows, as it is stored."""
+        try:
+            told, at = await self._tell(hook, keys)
+        except Undelivered as failure:
+            self._events.labels("failed").inc()
+            after = self._failed(hook, str(failure))
+        else:
+            after = hook.model_copy(update={**SOUND, "at": at})
+            if not told and not hook.attempts:
+                return after
+        await self._save(after)
+        return after
 
     async def _tell(self, hook: Webhook, keys: frozenset[str] | None) -> tuple[int, dict[str, int]]:
         """Tell the next events: how many, and the cursor behind them. Undelivered."""
