@@ -8,8 +8,8 @@ from pathlib import Path
 
 from undertow.serving.auth.principal import Scope
 
-from ...support.node import packages_of
 from ...support.service.http import serving
+from ...support.service.node import packages_of
 
 CLIENT = Path(__file__).resolve().parents[3] / "serving" / "client" / "typescript"
 USE = """
