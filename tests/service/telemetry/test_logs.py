@@ -130,7 +130,7 @@ def test_no_route_leaks_a_secret_into_logs_metrics_or_spans(
         lambda _: MockLLM(),
         lambda _: (made.observer(None),),
     )
-    with logged(logging.DEBUG) as stream, serving(tmp_path, parts=parts) as service:
+    with logged(logging.DEBUG) as stream, serving(tmp_path, parts=parts, stream_s=0.1) as service:
         client = service.client()
         reached = drive(service, client, fill(client))
         metrics = client.get("/metrics").text
