@@ -61,7 +61,6 @@ class MemoryApi(ABC):
         until: str | None = None,
         where: Mapping[str, Any] | None = None,
         explain: bool = False,
-        dense: bool = False,
     ) -> SearchResult:
         """The nearest turns (`k_sub`), episodes (`k_epi`) and facts (`k_sem`).
 
@@ -71,10 +70,9 @@ class MemoryApi(ABC):
         operators instead of a value, all of which must hold: `$eq`, `$ne`, `$gt`, `$gte`, `$lt`, `$lte`,
         `$in`, `$prefix`. Numbers compare with numbers, and text with text. A turn without the key passes
         `$ne` alone. `explain`: with the parts of each score, and what was
-        left out. `dense`: by cosine alone, whatever the settings say.
+        left out.
         """
-        counts = k_sub, k_epi, k_sem
-        return self.call(q.SearchQuery(tenant, query, *counts, since, until, where, explain, dense))
+        return self.call(q.SearchQuery(tenant, query, k_sub, k_epi, k_sem, since, until, where, explain))
 
     def answer(
         self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None

@@ -167,6 +167,6 @@ async def health(pages: Shown, spend: bool = False) -> Response:
     """The shards. `spend`: with the tokens of all tenants, for which each of them is read."""
     service = pages.service
     shards, (_, llm) = await service.memories.status(), await service.readiness.look()
-    usage = await pages.call(calls.UsageQuery()) if spend else None
+    usage: Any = await pages.call(calls.UsageQuery()) if spend else None
     left = await service.budgets.left(pages.sender)
     return pages.show("health", "Health", shards=shards, usage=usage, llm=llm, left=left, load=service.load)
