@@ -20,7 +20,7 @@ SETUP := $(VENV)/.stamp
 SETUP_VLLM := $(VLLM_VENV)/.stamp
 SETUP_GPU := $(VENV)/.stamp-gpu
 SETUP_PEERS := $(PEERS_VENV)/.stamp
-SETUP_BROWSER := tests/browser/node_modules/.stamp
+SETUP_BROWSER := tests/service/inspector/node_modules/.stamp
 # another Python that has everything: then nothing is installed
 GPU_PYTHON ?=
 GPU_RUN := $(or $(GPU_PYTHON),$(VENV)/bin/python) -m
@@ -140,7 +140,7 @@ soak: $(SETUP) ## run the long loads
 	@$(VENV)/bin/pytest -m soak --timeout 0
 
 clean: ## remove environments, caches and the model
-	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) tests/browser/node_modules .models .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) tests/service/inspector/node_modules .models .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 $(SETUP): pyproject.toml constraints.txt
 	$(call say,engine environment in $(VENV))
@@ -189,9 +189,9 @@ $(SETUP_PEERS): bench/peers/requirements.txt bench/peers/constraints.txt
 	@touch $@
 
 # without Node the tests of the Inspector's pages are skipped, but on CI
-$(SETUP_BROWSER): tests/browser/package-lock.json
+$(SETUP_BROWSER): tests/service/inspector/package-lock.json
 	$(call say,a browser for the tests: 90 MB to download)
-	@npm ci --prefix tests/browser --no-audit --no-fund --loglevel=error && touch $@ || test -z "$$CI" \
+	@npm ci --prefix tests/service/inspector --no-audit --no-fund --loglevel=error && touch $@ || test -z "$$CI" \
 		|| $(call hint,Node 20 or newer is needed: npm brings a Chromium for the tests.)
 
 $(MODEL)/config.json: | $(SETUP_VLLM)

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.cluster.shard.supervisor import EngineParts
 
-from ..support.service.http import at, serving
+from ...support.service.http import at, serving
 
 FOLDER = Path(__file__).parent
 TIME_S = 60
@@ -29,56 +28,35 @@ PLANTED = (
     '<a href="javascript:alert(4)">javascript:alert(5)</a> [x](http://example.com) {{ 7 * 7 }} "\' onfocus=x '
     f"\u202e{'wordwithoutanend' * 20}"
 )
-# a name in a path is at most so long
 NAME = 'acme/<img src=x onerror=alert(6)>"{{ 7 * 7 }}'
 
 
-def missing(what: str) -> None:
-    """On CI it must be there; elsewhere the tests are skipped without it."""
-    words = f"{what} Then: make {FOLDER.relative_to(FOLDER.parents[1])}/node_modules/.stamp"
-    pytest.fail(words, pytrace=False) if os.environ.get("CI") else pytest.skip(words)
-
-
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What a browser saw on all pages, of a tenant whose every word is hostile."""
     node = shutil.which("node")
-    if node is None:
-        missing("Install Node 20 or newer.")
-    if not (FOLDER / "node_modules/playwright-core").exists():
-        missing("The browser's packages are not installed.")
+    if node is None or not (FOLDER / "node_modules/playwright-core").exists():
+        cure = "Install Node 20 or newer, then: make tests/service/inspector/node_modules/.stamp"
+        pytest.fail(cure, pytrace=False) if os.environ.get("CI") else pytest.skip(cure)
     parts = EngineParts(llm=lambda _: MockLLM(MockReplies()))
+    message = {"role": "user", "name": PLANTED[:60]}
+    more = {"session_id": PLANTED[:120], "metadata": {PLANTED[:40]: PLANTED}}
     with serving(tmp_path_factory.mktemp("store"), parts=parts) as service:
         key = service.key()
         client = service.client_of(key)
-        added = [
-            client.post(
-                at(NAME, "/memories"),
-                json={
-                    "messages": [{"role": "user", "name": PLANTED[:60], "content": f"{PLANTED} boat {n}"}],
-                    "session_id": PLANTED[:120],
-                    "metadata": {PLANTED[:40]: PLANTED},
-                },
-            )
-            for n in range(5)
-        ]
-        assert [one.status_code for one in added] == [200] * 5
+        for n in range(5):
+            turn = {"messages": [message | {"content": f"{PLANTED} boat {n}"}], **more}
+            assert client.post(at(NAME, "/memories"), json=turn).status_code == 200
         client.post(at(NAME, "/flush"))
         (memory, *_) = client.get(at(NAME, "/memories"), params={"kind": "episode"}).json()["results"]
         client.put(at(NAME, f"/memories/{memory['id']}"), json={"text": PLANTED[::-1] + PLANTED})
         client.post(at(NAME, "/flush"))
         asked = {"url": service.url, "key": key, "tenant": NAME, "memory": memory["id"], "query": "boat <b>"}
-        asked["chromium"] = str(FOLDER / "node_modules/.chromium")
-        run = subprocess.run(
-            [str(node), "pages.mjs"],
-            cwd=FOLDER,
-            input=json.dumps(asked),
-            capture_output=True,
-            text=True,
-            timeout=TIME_S,
-        )
-        assert run.returncode == 0, run.stderr
-        yield json.loads(run.stdout)
+        given = json.dumps(asked | {"folder": str(FOLDER / "node_modules/.chromium")})
+        program = [node, "pages.mjs"]
+        run = subprocess.run(program, cwd=FOLDER, input=given, capture_output=True, text=True, timeout=TIME_S)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
 
 
 def test_what_a_tenant_says_stays_text(seen: dict[str, Any]) -> None:
@@ -92,9 +70,6 @@ def test_the_keyboard_suffices(seen: dict[str, Any]) -> None:
     assert seen["keyboard"]["after"] == "Sign in"
 
 
-def test_no_serious_barrier_at_either_width(seen: dict[str, Any]) -> None:
+def test_both_widths_and_schemes_hold_no_barrier(seen: dict[str, Any]) -> None:
+    assert seen["wide"] == [], "a page scrolls sideways"
     assert seen["violations"] == []
-
-
-def test_no_page_is_wider_than_its_window(seen: dict[str, Any]) -> None:
-    assert seen["wide"] == []

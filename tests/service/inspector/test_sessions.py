@@ -1,4 +1,4 @@
-"""The Inspector without a browser: sessions, rights and headers. Its routes are in test_guard.py too."""
+"""The Inspector without a browser: sessions, rights and headers. test_guard.py has its routes too."""
 
 from __future__ import annotations
 
