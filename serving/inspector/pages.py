@@ -114,7 +114,7 @@ async def timeline(pages: Shown, tenant: Tenant, after: Annotated[int, Query(ge=
         pages.call(calls.PolicyQuery(tenant)),
         pages.call(calls.TenantUsageQuery(tenant)),
     )
-    lines = views.timeline(explained[:TURNS_A_PAGE], turns.items)
+    lines = views.timeline(explained[:TURNS_A_PAGE], turns.items, policy["policy"])
     more = lines[-1]["seq"] if len(explained) > TURNS_A_PAGE else None
     given = {"lines": lines, "stats": stats, "policy": policy, "usage": usage, "after": after, "more": more}
     newest = max(-1, stats["turns"] - TURNS_A_PAGE - 1)
@@ -130,7 +130,7 @@ async def memory(pages: Shown, tenant: Tenant, memory_id: MemoryId) -> Response:
     newest, lines = history[-1], []
     if newest["kind"] == "turn":
         explained = await pages.call(calls.ExplainQuery(tenant, 1, newest["seq"] - 1))
-        lines = views.timeline(explained, [newest])
+        lines = views.timeline(explained, [newest], "")
     seqs = sorted(newest.get("source_seqs", ()))
     sources = await pages.turns(tenant, seqs[:MOST_SOURCES])
     given = {"memory": newest, "versions": versions, "older": len(history) - len(versions)}

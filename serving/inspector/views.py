@@ -43,20 +43,20 @@ def at(tenant: str, *parts: str) -> str:
     return "/".join(("/inspect/tenants", *quoted))
 
 
-def timeline(explained: Iterable[Report], turns: Iterable[Report]) -> list[Report]:
+def timeline(explained: Iterable[Report], turns: Iterable[Report], policy: str) -> list[Report]:
     """Each record of `explain` with its turn, None if that is deleted, and with what `_told` adds."""
-    of_seq = {turn["seq"]: turn for turn in turns}
-    return [record | _told(record) | {"turn": of_seq.get(record["seq"])} for record in explained]
+    of_seq, counts = {turn["seq"]: turn for turn in turns}, policy == "recmem"
+    return [record | _told(record, counts) | {"turn": of_seq.get(record["seq"])} for record in explained]
 
 
-def _told(record: Report) -> Report:
+def _told(record: Report, counts: bool) -> Report:
     """`count`: against theta_count, the turn included; None: it was not counted. `tokens`: of its calls."""
-    near, counted = record.get("relevant", ()), record["decision"] in ("waits", "fired")
+    near, counted = record.get("relevant", ()), counts and record["decision"] in ("waits", "fired")
     made = [(kind, one) for kind in ("episode", "fact") for one in record[f"{kind}_ids"]]
     return {
         "count": len(near) + 1 if counted else None,
         "cosine": max(record.get("relevant_scores", ()), default=None),
-        "cluster": record["cluster_seqs"] or sorted((*near, record["seq"])) if near else (),
+        "cluster": record["cluster_seqs"] or sorted(near),
         "made": made,
         "tokens": sum(used[1] + used[3] for used in record.get("usage", {}).values()),
     }

@@ -53,7 +53,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
         client.post(at(NAME, "/flush"))
         asked = {"url": service.url, "key": key, "tenant": NAME, "memory": memory["id"], "query": "boat <b>"}
         given = json.dumps(asked | {"folder": str(FOLDER / "node_modules/.chromium")})
-        program = [node, "pages.mjs"]
+        program = [str(node), "pages.mjs"]
         run = subprocess.run(program, cwd=FOLDER, input=given, capture_output=True, text=True, timeout=TIME_S)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
