@@ -20,7 +20,7 @@ SETUP := $(VENV)/.stamp
 SETUP_VLLM := $(VLLM_VENV)/.stamp
 SETUP_GPU := $(VENV)/.stamp-gpu
 # what tests run under Node.js; without it those tests are skipped, but on CI
-NODE_PACKAGES := serving/client/typescript
+NODE_PACKAGES := serving/client/typescript tests/service/inspector
 SETUP_NODE := $(NODE_PACKAGES:%=%/node_modules/.stamp)
 # another Python that has everything: then nothing is installed
 GPU_PYTHON ?=

@@ -141,7 +141,8 @@ class SearchCalls(ABC):
                 raise ValueError(f"{name} is {count}. Give 0 or more, or leave it out.")
         tiers = replace(self._tiers_of(query.tenant), consolidated=True, **given)
         where = Where.of(query.where)
-        return self._rank(query.tenant, query.text, tiers, window, where, explain=query.explain)
+        how = {"explain": query.explain, "dense": query.dense}
+        return self._rank(query.tenant, query.text, tiers, window, where, **how)
 
     def _whole(self, tenant: str, ranked: Ranked) -> SearchResult:
         return ranked.result(turn_hits(self._tenant(tenant), ranked.turns))
@@ -155,13 +156,14 @@ class SearchCalls(ABC):
         where: Where = EVERYWHERE,
         *,
         explain: bool = False,
+        dense: bool = False,
     ) -> Ranked:
         of = self._tenant(tenant)
         if not text.strip():
             raise ValueError("the query is empty. Give some words to search for.")
         if len(text) > MAX_QUERY_CHARS:
             raise ValueError(f"the query has {len(text):,} characters. Ask in at most {MAX_QUERY_CHARS:,}.")
-        hybrid = self.settings.search == "hybrid"
+        hybrid = self.settings.search == "hybrid" and not dense
         telling = self.ranker.telling_words(of, text) if hybrid else None
         counts: dict[str, Any] = {"k_sub": tiers.k_sub, "k_epi": tiers.k_epi, "k_sem": tiers.k_sem}
         filters: dict[str, Any] = {"window": window, "where": where}

@@ -84,6 +84,7 @@ class SearchQuery(TenantCall[SearchResult]):
     until: str | None = None
     where: Mapping[str, Any] | None = None
     explain: bool = False
+    dense: bool = False  # by cosine alone, whatever the settings say
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -26,8 +26,13 @@ from undertow.serving.http.service import Service
 from undertow.serving.telemetry.tracing import Tracing
 
 
-def make_app(service: Service, tracing: Tracing | None = None) -> FastAPI:
-    """The application of a service. `tracing`: None to trace nothing."""
+def make_app(
+    service: Service, tracing: Tracing | None = None, *, extend: Callable[[FastAPI], None] | None = None
+) -> FastAPI:
+    """The application of a service. `tracing`: None to trace nothing.
+
+    `extend` adds routes, and middleware before the front, which a request passes first.
+    """
     app = FastAPI(
         title=TITLE,
         version=version("undertow"),
@@ -45,6 +50,8 @@ def make_app(service: Service, tracing: Tracing | None = None) -> FastAPI:
     app.add_middleware(Mem0Face)
     app.add_middleware(Front, load=service.load, guard=service.guard, turns=service.turns, direct=direct)
     app.add_middleware(Mem0Errors)
+    if extend is not None:
+        extend(app)
     app.add_middleware(
         RequestObserver, metrics=service.metrics, tenant_key=service.memories.tenant_key, tracing=tracing
     )

@@ -68,8 +68,10 @@ def hosted(
     files: Files,
     settings: ServiceSettings | None = None,
     engine: Settings | None = None,
+    *,
+    extend: Callable[[FastAPI], None] | None = None,
 ) -> Iterator[FastAPI]:
-    """The application over some memories, with its files open. UndertowError."""
+    """The application over some memories, with its files open. `extend`: see make_app. UndertowError."""
     with ExitStack() as stack:
         state = StateDb(files.state)
         stack.callback(state.close)
@@ -83,7 +85,7 @@ def hosted(
             settings=settings,
             engine=engine,
         )
-        yield make_app(service, tracing())
+        yield make_app(service, tracing(), extend=extend)
 
 
 def _guard(stack: ExitStack, keys_path: Path | None, settings: ServiceSettings) -> Guard:
@@ -113,10 +115,12 @@ def run(
     settings: ServiceSettings,
     engine: Settings,
     on_start: Callable[[int], None],
+    extend: Callable[[FastAPI], None] | None = None,
 ) -> None:
     """Serve until a signal ends it. UndertowError: it cannot start.
 
-    `on_start` gets the port once requests are accepted. Without keys `host` must be a loopback address.
+    `extend`: see make_app. `on_start` gets the port once requests are accepted. Without keys `host` must be a
+    loopback address.
     """
     if files.keys is None and not is_loopback(host):
         raise UndertowError(
@@ -127,7 +131,7 @@ def run(
 
     async def serve() -> None:
         async with await asyncio.to_thread(open_memories, asyncio.get_running_loop()) as memories:
-            with hosted(memories, files, settings, engine) as app:
+            with hosted(memories, files, settings, engine, extend=extend) as app:
                 await HttpServer(app, host, listening[0].getsockname()[1], on_start).serve(listening)
 
     try:

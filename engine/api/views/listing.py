@@ -67,6 +67,11 @@ def list_page(
     return Page(tuple(report() for _, report in shown), last)
 
 
+def after_record(seq: int) -> str:
+    """The cursor of a page that begins behind record `seq` of the log."""
+    return f"{seq}.{len(KINDS)}.0"
+
+
 def names_page(names: Iterable[str], prefix: str, limit: int, after: str) -> list[str]:
     """Of sorted names, the first `limit` that begin with `prefix` and stand behind `after`. InputError."""
     check_limit("list", limit, MAX_LISTED)

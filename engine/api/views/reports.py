@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from undertow.engine.tenants.registry import TenantRegistry
 
 MADE_IDS = ("episode_ids", "fact_ids")
+# Of a decision, where it has them.
+GROUNDS = ("salient_seqs", "relevant", "relevant_scores", "reason", "usage")
 # A cluster that made something has left the gates, and one without use that was settled.
 TAKEN_OUT = (*MADE_IDS, "settled")
 # control records that make memories of turns
@@ -166,7 +168,10 @@ class Reports:
 
         `consolidated_at_seq` is the log record that took the turn out of the gates by a merge or a
         fire (of a flush or a replay of a parked job too, the remaking after a deletion not). Where salient
-        turns were read, `salient_seqs` names them; their facts are among `fact_ids`. Deleted turns say so.
+        turns were read, `salient_seqs` names them; their facts are among `fact_ids`. `relevant`: the
+        earlier turns that reach theta_sim, nearest first, and `relevant_scores` their cosines. `reason`: why
+        it is parked. `usage`: by operation its calls and its prompt, cached prompt and completion tokens.
+        Deleted turns say so.
         `thresholds` are those in force, see `thresholds_in_force`. While a log is read again for a change of
         policy, it is told what that decides.
         """
@@ -346,5 +351,5 @@ def _explanation(seq: int, body: Mapping[str, Any], consolidated_at_seq: int | N
         "cluster_seqs": body.get("cluster_seqs", []),
         "consolidated_at_seq": consolidated_at_seq,
         **{name: body.get(name, []) for name in MADE_IDS},
-        **{name: body[name] for name in ("salient_seqs",) if name in body},
+        **{name: body[name] for name in GROUNDS if name in body},
     }

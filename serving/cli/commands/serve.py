@@ -48,6 +48,10 @@ NoAuth = Annotated[
     bool, typer.Option("--insecure-no-auth", help="Every client on this machine may do everything.")
 ]
 
+Inspect = Annotated[
+    bool, typer.Option("--inspect", help="With the Inspector: read-only pages for browsers at /inspect.")
+]
+
 
 def serve(
     store: opt.Store,
@@ -60,6 +64,7 @@ def serve(
     ray: opt.Ray = None,
     shards: opt.Shards = None,
     workers: Workers = 1,
+    inspect: Inspect = False,
 ) -> None:
     """Serve a store over HTTP until SIGTERM or Ctrl-C, then finish the requests under way.
 
@@ -77,11 +82,14 @@ def serve(
     # after the line above: torch alone takes seconds to load
     from undertow.engine.base.process_tuning import settle_in
     from undertow.serving.http.hosting import Files, run
+    from undertow.serving.inspector.pages import inspector
     from undertow.serving.telemetry.logs import set_up
 
     def ready(at: int) -> None:
         url = f"http://{f'[{host}]' if ':' in host else host}:{at}"
         say(f"Ready on {url}, serving {store}. The API is described at {url}/docs and {url}/openapi.json.")
+        if inspect:
+            say(f"The Inspector: {url}/inspect")
 
     set_up()
     settle_in()
@@ -93,6 +101,7 @@ def serve(
         settings=service,
         engine=engine,
         on_start=ready,
+        extend=inspector if inspect else None,
     )
 
 

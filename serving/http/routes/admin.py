@@ -32,11 +32,14 @@ async def tenants(
     after: Annotated[str, Query(description="The `next` of the page before.")] = "",
 ) -> Results[str]:
     """The names of the tenants that have memories and that the key covers, sorted."""
-    names = await _covered(service, sender, prefix, limit, after)
+    names = await covered_names(service, sender, prefix, limit, after)
     return Results(results=tuple(names), next=names[-1] if len(names) == limit else None)
 
 
-async def _covered(service: Service, sender: Principal, prefix: str, limit: int, after: str) -> list[str]:
+async def covered_names(
+    service: Service, sender: Principal, prefix: str, limit: int, after: str
+) -> list[str]:
+    """The first names of tenants with memories that a key covers, sorted, as of TenantsQuery."""
     reach, call = sender.reach, service.memories.call
     if reach.tenants:
         named = sorted(name for name in reach.tenants if name.startswith(prefix) and name > after)

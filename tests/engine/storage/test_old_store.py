@@ -48,9 +48,10 @@ def rounded(value: Any) -> Any:
 
 
 def of_then(value: Any) -> Any:
-    """Reports without what they have told since: thresholds in force and between memories, and links."""
+    """Reports without what they have told since: thresholds and their grounds, and links."""
     if isinstance(value, dict):
-        later = ("thresholds", "memories", "links")
+        grounds = ("relevant", "relevant_scores", "reason", "usage") if "decision" in value else ()
+        later = ("thresholds", "memories", "links", *grounds)
         return {key: of_then(held) for key, held in value.items() if key not in later}
     return [of_then(held) for held in value] if isinstance(value, list) else value
 

@@ -60,7 +60,7 @@ STEPS_A_RUN = 100
 
 CHANGES = (acts.add, acts.add, acts.update, acts.delete, acts.repeat)
 SEARCHES = (acts.search, acts.search, acts.search_explained, acts.search_by_mem0)
-LOOKS = (*SEARCHES, acts.look, acts.answer, acts.flush, acts.flush_later)
+LOOKS = (*SEARCHES, acts.look, acts.look_at_pages, acts.answer, acts.flush, acts.flush_later)
 MOVES = (moves.restore, moves.import_anothers, moves.import_broken, moves.remove, moves.change_key)
 ATTEMPTS = (
     attempts.touch_what_is_anothers,

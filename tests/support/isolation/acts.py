@@ -9,7 +9,7 @@ from typing import Any
 
 from undertow.serving.http.routes.mem0.entities import parted
 
-from ..service.http import is_problem
+from ..service.http import at, is_problem
 from .secrets import mark
 from .tenants import ALL, TOPICS, Export, Lot, Tenants, key_id
 
@@ -227,6 +227,15 @@ def _export(tenants: Tenants, name: str) -> None:
     records = [json.loads(line) for line in body.splitlines()]
     assert {r["id"]: r["text"] for r in records if r["kind"] == "turn"} == lot.texts
     tenants.exports[name] = Export(body, tuple(lot.texts.values()), dict(lot.added))
+
+
+def look_at_pages(tenants: Tenants, name: str, rng: Random) -> None:
+    """Those of the Inspector; without a session, by a key."""
+    memories = [f"/memories/{memory_id}" for memory_id in tenants.lots[name].texts]
+    rest = rng.choice(("", "/search?q=boat", *memories))
+    if tenants.lots[name].exists:
+        by, path = tenants.some_key(name, rng), f"/inspect{at(name, rest).removeprefix('/v1')}"
+        tenants.have(name, "GET", by=by, path=path)
 
 
 def answer(tenants: Tenants, name: str, rng: Random) -> None:

@@ -24,6 +24,7 @@ from undertow.serving.http.hosting import Files, hosted
 from undertow.serving.http.server import HttpServer, run_loop
 from undertow.serving.http.service import Service
 from undertow.serving.http.service_settings import ServiceSettings
+from undertow.serving.inspector.pages import inspector
 
 from ..cluster.in_process import PARTS
 from ..cluster.in_process import settings as engine_settings
@@ -131,6 +132,7 @@ def serving(
     open_with: Callable[..., AsyncMemories] = open_memories,
     wrap: Callable[[AsyncMemories], AsyncMemories] = lambda memories: memories,
     engine: dict[str, Any] | None = None,
+    extend: Callable[[FastAPI], None] | None = inspector,
     **bounds: Any,
 ) -> Iterator[Running]:
     """A service over the store in `folder`, for as long as the block; `bounds` are ServiceSettings."""
@@ -145,7 +147,7 @@ def serving(
     async def serve() -> None:
         files = Files.beside(Location.of(folder), None, None, open_to_all=open_to_all)
         async with await asyncio.to_thread(_opened, asyncio.get_running_loop()) as memories:
-            with hosted(wrap(memories), files, settings, engines) as app:
+            with hosted(wrap(memories), files, settings, engines, extend=extend) as app:
 
                 def tell(port: int) -> None:
                     running.url = f"http://127.0.0.1:{port}"
