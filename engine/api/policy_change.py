@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from undertow.engine.base.model import InputError, Memory, PolicyName, UndertowError
 from undertow.engine.base.results import Report
 from undertow.engine.storage.row_codec import Control
-from undertow.engine.tenants.tenant import Tenant
+
+if TYPE_CHECKING:
+    from undertow.engine.tenants.tenant import Tenant
 
 POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 

@@ -111,6 +111,7 @@ def turn_report(row: Row) -> Report:
         "superseded_at_seq": None,
         "session": body["session"],
         "timestamp": row.timestamp,
+        **({"timestamp_from": "arrival"} if body.get("arrived") else {}),
         "text": spoken(messages_of(body)),
         "messages": body["messages"],
         "metadata": body.get("metadata", {}),

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from undertow.engine.api.policy_change import check_edits, check_name, newest_policy
 from undertow.engine.api.search_calls import SearchCalls, window_of
 from undertow.engine.api.transfer.import_ import Import, TenantExists, earlier_import, note_row
+from undertow.engine.api.views.events import store_events
 from undertow.engine.api.views.listing import kinds_of, list_page
 from undertow.engine.base.model import Turn
-from undertow.engine.base.queries import ImportCommand, ListQuery, SetPolicyCommand
+from undertow.engine.base.queries import EventPage, EventsQuery, ImportCommand, ListQuery, SetPolicyCommand
 from undertow.engine.base.results import ImportReport, Page, Report
 from undertow.engine.encoders.encode_ahead import EncodeAhead
 from undertow.engine.search.where import Where
@@ -35,6 +36,9 @@ class TenantCalls(SearchCalls):
         of = self.tenants.existing(query.tenant)
         passing, within = self.ranker.passing(of, where), self.ranker.within(of, window)
         return list_page(of, kinds, window, passing, within, limit=query.limit, after=query.after)
+
+    def _events(self, query: EventsQuery) -> dict[str, EventPage]:
+        return {query.home: store_events(self.journal, self.tenants, query)}
 
     def _import(self, command: ImportCommand) -> ImportReport:
         work = self.begin_import(command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection
 from difflib import get_close_matches
 
@@ -16,6 +17,8 @@ OTHERS = (
     "UNDERTOW_VLLM_MODEL",
 )
 
+SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP)(_\w+)?)?$")
+
 
 def refuse_unknown(prefix: str, settings: Collection[str]) -> None:
     """ValueError: a variable with this prefix is no setting. `settings`: their names without the prefix."""
@@ -23,7 +26,12 @@ def refuse_unknown(prefix: str, settings: Collection[str]) -> None:
     others = (*OTHERS, *SECTIONS) if prefix == PREFIX else ()
     for variable in sorted(map(str.upper, os.environ)):
         name = variable.removeprefix(prefix)
-        if name == variable or name in known or variable.startswith(others):
+        if name == variable or name in known or variable.startswith(others) or _is_service_link(variable):
             continue
         near = ", ".join(f"{prefix}{setting}" for setting in get_close_matches(name, known, n=3))
         raise ValueError(f"{variable} is no setting; {f'did you mean {near}?' if near else 'unset it'}")
+
+
+def _is_service_link(variable: str) -> bool:
+    """Whether Kubernetes may have set it, in a pod beside a service whose name begins with `undertow`."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ and SERVICE_LINK.search(variable) is not None

@@ -54,7 +54,7 @@ class Turn:
     """One exchange, the unit of ingestion. The engine assigns its seq on arrival.
 
     `dedupe_key`: the client's idempotency key, or a key from (source, session, position) and the content, so
-    that reading the same log twice changes nothing.
+    that reading the same log twice changes nothing. `arrived`: its timestamp is that of its arrival.
     """
 
     tenant: str
@@ -63,6 +63,7 @@ class Turn:
     session_id: str = ""
     timestamp: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    arrived: bool = False
 
     @property
     def text(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import islice
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from undertow.engine.base.model import AnswerMode, Memory
 from undertow.engine.base.results import (
@@ -190,6 +190,31 @@ class TenantsQuery(StoreCall[list[str]]):
     def combined(self, answers: Collection[list[str]]) -> list[str]:
         """The first of the sorted names; one that two shards have, as it moves, once."""
         return list(islice(dict.fromkeys(merge(*answers)), self.limit))
+
+
+class EventPage(NamedTuple):
+    """Events of one shard, each with its lsn; `at`: the lsn that the next page comes after."""
+
+    items: tuple[tuple[int, Report], ...]
+    at: int
+
+
+@dataclass(frozen=True)
+class EventsQuery(StoreCall[dict[str, EventPage]]):
+    """What has happened to memories (api/views/events.py), by shard. `after`: an lsn of each shard.
+
+    `keys`: of the tenants, None: all. `limit` 0: no events, and the lsns of the ends. The shard sets `home`.
+    """
+
+    name: ClassVar[str] = "events"
+    after: Mapping[str, int]
+    keys: frozenset[str] | None = None
+    limit: int = 0
+    text: bool = False
+    home: str = "single"
+
+    def combined(self, answers: Collection[dict[str, EventPage]]) -> dict[str, EventPage]:
+        return {home: page for pages in answers for home, page in pages.items()}
 
 
 # ---- commands

@@ -10,15 +10,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Decision, Memory, MemoryKind
-from undertow.engine.storage.row_codec import LlmJob
-from undertow.prompts.builders import Prompt
+
+if TYPE_CHECKING:
+    from undertow.engine.base.config import Settings
+    from undertow.engine.storage.row_codec import LlmJob
+    from undertow.prompts.builders import Prompt
 
 T = TypeVar("T")
 Vector = NDArray[np.float16]

@@ -24,6 +24,8 @@ _REQUIRED = ("tenant", "messages")
 _BATCH_ROWS = 4_096
 _Row = dict[str, Any] | ValueError | OverflowError
 _JSON_COLUMNS = ("messages", "metadata")
+# Columns of an export that an import makes anew (engine/api/transfer/arrow.py).
+_MADE_ANEW = frozenset({"id", "seq"})
 
 
 def parquet_blocks(
@@ -98,7 +100,7 @@ class _File:
         self.row = 0
         self.errors: list[BadInput] = []
         self._log = log
-        self._known = known
+        self._known = frozenset(known)
         self._encoder = encoder
         self._ends: NDArray[np.int64] = np.empty(0, np.int64)
         self.warnings: tuple[str, ...] = ()
@@ -115,7 +117,7 @@ class _File:
                 self.warnings = tuple(
                     f"{self._log}: column {n!r} is not known and is ignored"
                     for n in names
-                    if n not in self._known
+                    if n not in self._known | _MADE_ANEW
                 )
                 sizes = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
                 self._ends = np.cumsum(sizes, dtype=np.int64)

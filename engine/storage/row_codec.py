@@ -124,7 +124,8 @@ def unpack(table: pa.Table) -> list[PackedTurn]:
 def unpack_turn(turn: PackedTurn) -> Turn:
     """The turn that `pack_turn` has packed."""
     body = orjson.loads(turn.payload)
-    return Turn(turn.tenant, messages_of(body), *turn[1:4], body.get("metadata", {}))
+    more = (body.get("metadata", {}), body.get("arrived", False))
+    return Turn(turn.tenant, messages_of(body), *turn[1:4], *more)
 
 
 def given_vectors(column: pa.Array | pa.ChunkedArray) -> NDArray[np.float16] | None:
@@ -151,6 +152,8 @@ def turn_payload(turn: Turn, timestamp: str | None) -> bytes:
     body: dict[str, Any] = {"key": turn.dedupe_key, "session": turn.session_id, "messages": messages}
     if timestamp is not None:
         body["timestamp"] = timestamp
+    if turn.arrived:
+        body["arrived"] = True
     if turn.metadata:
         body["metadata"] = dict(turn.metadata)
     return payload_of(body)

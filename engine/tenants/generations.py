@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from undertow.engine.base.model import Decision, Memory, MemoryKind, Usage
 from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import Control, control_of, usage_from_json
-from undertow.kernels.arena.arena import Arena
+
+if TYPE_CHECKING:
+    from undertow.kernels.arena.arena import Arena
 
 # The segment of a tier whose memories are no longer searched.
 NO_SEGMENT = -1
@@ -62,11 +64,11 @@ class Tier:
         elif row is not None and (memory.deleted or vector is None):
             self.rows[row] = None
             if self.segment != NO_SEGMENT:
-                arena.redact(np.array([Arena.handle(self.segment, row)]))
+                arena.redact(np.array([arena.handle(self.segment, row)]))
         elif row is not None and vector is not None:
             self.rows[row] = memory
             if self.segment != NO_SEGMENT:
-                arena.write(Arena.handle(self.segment, row), vector)
+                arena.write(arena.handle(self.segment, row), vector)
 
 
 Missed = tuple[str, frozenset[str]]

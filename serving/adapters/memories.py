@@ -64,9 +64,10 @@ class Memories:
                 if not error.kind.endswith(":idempotency-key-reused"):
                     raise
             return
-        from undertow.engine.api.message_turns import turns_of
+        from undertow.engine.api.message_turns import turns_of, utc_now
 
-        turns = turns_of(tenant, messages, **common, call=key, max_message_bytes=MAX_MESSAGE_BYTES)
+        common |= {"max_message_bytes": MAX_MESSAGE_BYTES, "arrived": utc_now()}
+        turns = turns_of(tenant, messages, **common, call=key)
         for receipt in self._served.add_batch(turns):
             if receipt.parked is not None:
                 raise UndertowError(f"the engine failed at a turn and has set it aside: {receipt.parked}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
 import os
 import threading
@@ -135,3 +136,11 @@ def _flaw(key: Key, same: list[bool], now: datetime) -> str | None:
     if not same[0] and not any(s and f.until > now for s, f in zip(same[1:], key.former, strict=True)):
         return "former secret, whose time of grace is over"
     return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is a loopback address or "localhost"; other names might resolve elsewhere."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

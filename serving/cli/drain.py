@@ -6,9 +6,9 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Event, Thread
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from undertow.serving.cli.errors import Exit
@@ -52,15 +52,9 @@ def flush(memory: OpenMemory, tenants: Sequence[str]) -> tuple[bool, Exit]:
 
 def drain_cluster(cluster: Cluster, bar: Bar, interrupted: Event) -> bool | None:
     """As `Cluster.drain`, with progress. None: interrupted while waiting."""
-    done: Future[bool] = Future()
+    from undertow.engine.base.queries import DrainCommand
 
-    def run() -> None:
-        try:
-            done.set_result(cluster.drain())
-        except BaseException as error:  # noqa: BLE001 - raised by `done.result()`
-            done.set_exception(error)
-
-    Thread(target=run, name="drain", daemon=True).start()
+    done = cluster.begin(DrainCommand())
     most = 0
     while not done.done():
         if interrupted.is_set():

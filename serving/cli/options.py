@@ -14,6 +14,7 @@ from typer.models import OptionInfo
 from undertow.engine.base.model import InputError
 from undertow.engine.storage.location import Location
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
+from undertow.serving.cli.served import SCHEMES, ServiceUrl
 
 if TYPE_CHECKING:
     from undertow.engine.base.config import Settings
@@ -22,19 +23,35 @@ if TYPE_CHECKING:
 
 def location_of(text: str) -> Location:
     """Parse the value of --store. WrongUsage: it names no valid location."""
+    if text.startswith(SCHEMES):
+        raise WrongUsage("--store: this command needs the store itself. Name a folder or s3://BUCKET/PREFIX.")
     with wrong_usage("--store"):
         return Location.of(text)
 
 
-def store_option(help: str, metavar: str = "PLACE") -> OptionInfo:
+def place_of(text: str) -> Location:
+    """As `location_of`, or the address of a service."""
+    return ServiceUrl(text.rstrip("/")) if text.startswith(SCHEMES) else location_of(text)
+
+
+def store_option(
+    help: str, metavar: str = "PLACE", parser: Callable[[str], Location] = location_of
+) -> OptionInfo:
     """An option --store of a command, whose value is parsed to a Location."""
     option: OptionInfo = typer.Option(
-        "--store", parser=location_of, metavar=metavar, help=help, show_default=False
+        "--store", parser=parser, metavar=metavar, help=help, show_default=False
     )
     return option
 
 
 Store = Annotated[Location, store_option("The store: a folder, or s3://BUCKET/PREFIX.")]
+ReadStore = Annotated[
+    Location,
+    store_option(
+        "A folder, s3://BUCKET/PREFIX, or a service, http://HOST:PORT, with its key in UNDERTOW_API_KEY.",
+        parser=place_of,
+    ),
+]
 Tenant = Annotated[str, typer.Option("--tenant", help="The tenant's name.", show_default=False)]
 OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="Only this tenant; left out: all.")]
 InTenant = Annotated[

@@ -6,7 +6,7 @@ A location holds the store of one process, or the root of a cluster, whose shard
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -15,6 +15,7 @@ from undertow.engine.storage.location import Location
 from undertow.serving.cli.errors import WrongUsage
 from undertow.serving.cli.options import check_settings
 from undertow.serving.cli.output import say
+from undertow.serving.cli.served import ServedReports, ServiceUrl, client_of
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from undertow.engine.encoders.base import Fingerprint, Float16
 
     OpenMemory: TypeAlias = Engine | Cluster
+    AnyReports: TypeAlias = Reports | ServedReports
 
 # the advice where a command for one store is given the root of a cluster
 ADD_RAY = "add --ray local, or --ray ADDRESS"
@@ -54,18 +56,19 @@ def shard_store(root: Location, shard: str) -> Location:
 @contextmanager
 def open_reports(store: Location) -> Iterator[Reports]:
     """The reports of one store."""
-    from undertow.engine.api.views.reports import Reports
-    from undertow.engine.storage.journal import Journal
+    from undertow.engine.base.process_tuning import without_pandas
+
+    with without_pandas():
+        from undertow.engine.api.views.reports import Reports
+        from undertow.engine.storage.journal import Journal
 
     with closing(Journal.open(store, writable=False)) as journal:
         yield Reports(journal)
 
 
-@contextmanager
-def tenant_reports(store: Location, tenant: str) -> Iterator[Reports]:
+def tenant_reports(store: Location, tenant: str) -> AbstractContextManager[Reports]:
     """The reports of the store that holds the tenant."""
-    with open_reports(store_of(store, tenant)) as reports:
-        yield reports
+    return open_reports(store_of(store, tenant))
 
 
 @contextmanager
@@ -73,6 +76,18 @@ def all_reports(store: Location) -> Iterator[list[Reports]]:
     """The reports of `stores_of`."""
     with ExitStack() as stack:
         yield [stack.enter_context(open_reports(location)) for location in stores_of(store)]
+
+
+@contextmanager
+def some_reports(store: Location, tenant: str | None) -> Iterator[Sequence[AnyReports]]:
+    """The reports of all stores, or of the one that holds the tenant; a service has one."""
+    with ExitStack() as stack:
+        if isinstance(store, ServiceUrl):
+            yield [ServedReports(stack.enter_context(client_of(store)), tenant)]
+        elif tenant is None:
+            yield stack.enter_context(all_reports(store))
+        else:
+            yield [stack.enter_context(tenant_reports(store, tenant))]
 
 
 def store_of(store: Location, tenant: str) -> Location:
@@ -89,7 +104,7 @@ def store_of(store: Location, tenant: str) -> Location:
     owner, home = (shard_store(store, name) for name in (shard_map.owner(tenant), shard_map.home(tenant)))
     if owner != home and is_store(owner):
         with open_reports(owner) as reports:
-            if tenant in reports.tenants:
+            if tenant in reports.catalog:
                 return owner
     return home
 

@@ -19,7 +19,7 @@ from undertow.serving.http.middleware.front import Front
 from undertow.serving.http.middleware.request_observer import RequestObserver
 from undertow.serving.http.openapi import TITLE, describe
 from undertow.serving.http.problems import SLUG, problem_of
-from undertow.serving.http.routes import add, admin, health, memories, search_and_answer, tenants
+from undertow.serving.http.routes import add, admin, events, health, memories, search_and_answer, tenants
 from undertow.serving.http.routes.access import GuardedRoute
 from undertow.serving.http.routes.mem0.face import Mem0Errors, Mem0Face
 from undertow.serving.http.service import Service
@@ -43,7 +43,7 @@ def make_app(
         exception_handlers={HTTPException: _problem, RequestValidationError: _problem},
     )
     app.state.service = service
-    for routes in (add, search_and_answer, memories, tenants, admin, health):
+    for routes in (add, search_and_answer, memories, tenants, events, admin, health):
         app.include_router(routes.router)
     hot = (*add.router.routes, *search_and_answer.router.routes)
     direct = [route for route in hot if isinstance(route, GuardedRoute) and route.access.direct]
@@ -61,14 +61,16 @@ def make_app(
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Resumes open jobs at the start; leaves them for the next service at the end."""
+    """Resumes open jobs and webhooks at the start; leaves them for the next service at the end."""
     service: Service = app.state.service
     await service.jobs.start(works(service))
+    await service.webhooks.start(service.state.run, service.settings.webhook_patience_s)
     try:
         async with mcp_mounted(app, service.settings):
             yield
     finally:
         service.load.draining = True
+        await service.webhooks.stop()
         await service.jobs.stop()
 
 

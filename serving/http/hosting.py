@@ -16,7 +16,7 @@ from undertow.engine.storage.location import Location
 from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.auth.audit import FILE_NAME as AUDIT_NAME
 from undertow.serving.auth.audit import AuditLog
-from undertow.serving.auth.authenticator import Authenticator
+from undertow.serving.auth.authenticator import Authenticator, is_loopback
 from undertow.serving.auth.key_file import FILE_NAME as KEYS_NAME
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.limits import RequestRates
@@ -25,7 +25,7 @@ from undertow.serving.auth.principal import KeyLimits
 from undertow.serving.client import AsyncClient
 from undertow.serving.http.app import make_app
 from undertow.serving.http.mcp_endpoint import HERE, in_process
-from undertow.serving.http.middleware.guard import Guard, KeyGuard, OpenGuard, is_loopback
+from undertow.serving.http.middleware.guard import Guard, KeyGuard, OpenGuard
 from undertow.serving.http.middleware.token_budget import TokenBudgets
 from undertow.serving.http.server import HttpServer, bound, run_loop
 from undertow.serving.http.service import Service

@@ -173,7 +173,7 @@ CURES = {
 FIELDS = (
     *("messages", "session_id", "timestamp", "metadata", "items", "idempotency_key"),
     *("query", "top_k", "kinds", "filters", "since", "until", "threshold", "explain"),
-    *("question", "as_of", "mode", "stream", "text", "policy", "drop_edits"),
+    *("question", "as_of", "mode", "stream", "text", "policy", "drop_edits", "url", "tenants"),
 )
 FRAMEWORK = {
     404: "There is nothing here. /docs and /openapi.json list the routes. A tenant in a path is "

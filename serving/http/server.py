@@ -86,6 +86,7 @@ class HttpServer(uvicorn.Server):
         s = self._service.settings
         log.info("draining: %d requests are under way", self._service.load.under_way)
         await asyncio.sleep(s.drain_notice_s)
+        self._service.feed.wake()  # streams of events end
         try:
             await asyncio.wait_for(self._service.load.idle(), s.drain_s)
         except TimeoutError:

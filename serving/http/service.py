@@ -16,6 +16,8 @@ from undertow.serving.auth.audit import AuditLog, AuditOutcome, Entry, RefusalCo
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.limits import answer_tokens
 from undertow.serving.auth.principal import Principal
+from undertow.serving.events import sender, webhooks
+from undertow.serving.events.feed import Feed
 from undertow.serving.http.jobs.queue import JobQueue
 from undertow.serving.http.middleware.fair_turns import FairTurns
 from undertow.serving.http.middleware.front import sender_of
@@ -68,6 +70,9 @@ class Service:
         self.jobs = JobQueue(state, self.settings)
         self.readiness = Readiness(memories, llm=engine.llm_url is not None)
         self.metrics = HTTPMetrics()
+        self.feed = Feed(memories)
+        send = sender.Sender(self.settings.webhook_networks)
+        self.webhooks = webhooks.Webhooks(memories, self.feed, send, self.metrics)
         self.answer_tokens: Callable[[AnswerMode | None], int] = partial(answer_tokens, engine)
         self.max_message_bytes = engine.max_message_bytes
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, IPvAnyNetwork, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from undertow.engine.base.environment import refuse_unknown
@@ -56,6 +56,14 @@ class ServiceSettings(BaseSettings):
     max_job_bytes: int = Field(default=4 << 30, ge=1 << 10)
     # how long to keep jobs that ended, and responses to requests with an Idempotency-Key
     keep_s: float = Field(default=86_400.0, gt=0)
+
+    # streams of events, and how long one may last; webhooks, how long one may fail before it is disabled, and
+    # networks where they may go besides the public internet, at any port and without TLS
+    max_streams: int = Field(default=64, ge=1)
+    stream_s: float = Field(default=300.0, gt=0)
+    max_webhooks: int = Field(default=256, ge=1)
+    webhook_patience_s: float = Field(default=3 * 86_400.0, gt=0)
+    webhook_networks: tuple[IPvAnyNetwork, ...] = ()
 
     # an OpenID Connect issuer, whose access tokens for this audience are taken beside keys; and the requests
     # a second and LLM tokens a day of each of its subjects

@@ -1,6 +1,6 @@
 """What the service itself must remember: a SQLite file in its state folder, of this process alone.
 
-state/service.sqlite3   jobs, answers to requests with an Idempotency-Key, tokens spent by key and day
+state/service.sqlite3   jobs, webhooks, answers to requests with an Idempotency-Key, tokens spent
 state/jobs/ID.ndjson    the body of an import that is a job, until that has ended
 state/.service.lock     held while the service runs
 
@@ -42,6 +42,7 @@ create index if not exists kept_by_tenant on kept (tenant_key);
 create table if not exists spending (
     key_id text primary key, day text not null, tokens integer not null
 ) without rowid;
+create table if not exists webhooks (id text primary key, body text not null) without rowid;
 """
 
 

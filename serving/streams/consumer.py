@@ -177,14 +177,11 @@ class Consumer:
         """Store turns, in order. In halves, where they do not fit into the arena at the same time."""
         try:
             done = self._store.add_turns([turns])
-        except ArenaFull:
-            if (half := turns.num_rows // 2) == 0:
-                done = self._retried(lambda: self._store.add_turns([turns]), *STORE_IS_FULL)
-            else:
+        except STORE_IS_FULL as error:
+            if isinstance(error, ArenaFull) and (half := turns.num_rows // 2):
                 self._add(turns.slice(0, half))
                 self._add(turns.slice(half))
                 return
-        except (QueueFull, EncoderDown):
             done = self._retried(lambda: self._store.add_turns([turns]), *STORE_IS_FULL)
         self.report.stored += done.new_turns
         self.report.already_there += done.turns - done.new_turns

@@ -54,6 +54,15 @@ class HTTPMetrics:
         self.in_flight = prometheus.Gauge(
             "undertow_http_requests_in_flight", "HTTP requests under way.", registry=self.registry
         )
+        self.event_streams = prometheus.Gauge(
+            "undertow_event_streams", "Streams of events that are open.", registry=self.registry
+        )
+        words = "Events that webhooks were told (sent), and attempts at some (failed)."
+        self.webhook_events = prometheus.Counter(
+            "undertow_webhook_events", words, ["outcome"], registry=self.registry
+        )
+        words = "How long the webhook that has failed longest has failed; 0: none does, or it is disabled."
+        self.webhook_lag = prometheus.Gauge("undertow_webhook_lag_seconds", words, registry=self.registry)
         prometheus.ProcessCollector(registry=self.registry)
 
     def note(self, method: str, route: str, status: int, seconds: float, problem: str | None) -> None:

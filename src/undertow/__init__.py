@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from undertow.engine.api.engine import Engine as Engine
     from undertow.engine.api.engine import make_llm as make_llm
+    from undertow.engine.api.transfer.arrow import export_parquet as export_parquet
+    from undertow.engine.api.transfer.arrow import export_tables as export_tables
     from undertow.engine.base.config import Settings as Settings
     from undertow.engine.base.model import Memory as Memory
     from undertow.engine.base.model import Message as Message
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from undertow.engine.base.model import UndertowError as UndertowError
     from undertow.engine.cluster.ray.actors import connect as connect
     from undertow.engine.cluster.ray.cluster import Cluster as Cluster
+    from undertow.engine.cluster.ray.datasink import write_turns as write_turns
     from undertow.engine.cluster.settings import ClusterSettings as ClusterSettings
     from undertow.engine.encoders.factory import make_encoder as make_encoder
     from undertow.serving.client import AsyncClient as AsyncClient
@@ -37,8 +40,11 @@ _HOMES = {
     "Turn": "engine.base.model",
     "UndertowError": "engine.base.model",
     "connect": "engine.cluster.ray.actors",
+    "export_parquet": "engine.api.transfer.arrow",
+    "export_tables": "engine.api.transfer.arrow",
     "make_encoder": "engine.encoders.factory",
     "make_llm": "engine.api.engine",
+    "write_turns": "engine.cluster.ray.datasink",
 }
 
 __all__ = [
@@ -54,8 +60,11 @@ __all__ = [
     "UndertowError",
     "__version__",
     "connect",
+    "export_parquet",
+    "export_tables",
     "make_encoder",
     "make_llm",
+    "write_turns",
 ]
 
 

@@ -41,7 +41,7 @@ def test_a_step_that_fails_or_hangs_costs_no_other_its_turn(tmp_path: Path) -> N
 
 def test_all_steps_together_have_a_limit(tmp_path: Path) -> None:
     began = time.monotonic()
-    printed, _ = run(tmp_path, limit=50, KIT_SECONDS="20")
+    printed, _ = run(tmp_path, limit=50, KIT_SECONDS="14")
     assert time.monotonic() - began < 30
     assert "hangs          exit 124" in printed and "works          not run" in printed
 

@@ -30,6 +30,20 @@ def test_help_imports_nothing_heavy() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_store_is_read_without_the_libraries_of_the_engine(built: Path) -> None:
+    code = """
+import sys
+from undertow.serving.cli import app
+for command in ("list", "explain", "export"):
+    owner = [] if command == "list" else ["--tenant", "ada"]
+    app([command, *owner, "--store", sys.argv[1]], standalone_mode=False)
+print(sorted({"torch", "numba", "pandas", "faiss", "transformers", "openai"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(built)], env=ENV, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_version_is_that_of_the_project() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     shown = run("--version")

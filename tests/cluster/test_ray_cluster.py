@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 ray = pytest.importorskip("ray")
@@ -23,9 +25,10 @@ ray = pytest.importorskip("ray")
 from undertow.bench.mock.server import spawn_server
 from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import UndertowError
+from undertow.engine.base.model import InputError, UndertowError
 from undertow.engine.cluster.ray.actors import NAMESPACE, actor_name
 from undertow.engine.cluster.ray.cluster import Cluster
+from undertow.engine.cluster.ray.datasink import write_turns
 from undertow.engine.cluster.resharding.coordinator import reshard
 from undertow.engine.cluster.settings import ClusterSettings, ResourcesLacking
 from undertow.engine.cluster.shard.supervisor import EngineParts
@@ -34,6 +37,7 @@ from undertow.engine.encoders.base import Encoder, Float16
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.location import Location
 
+from ..support.cli import turn_line
 from ..support.cluster.in_process import cluster_state, settings
 from ..support.engine import interleaved, turn_of
 from ..support.faults.harness import PARKING, RATES, assert_same_state, end_state, turns_of, write_log
@@ -209,3 +213,32 @@ def test_more_shards_than_there_is_room_for_are_refused(root: Location) -> None:
         Cluster.open(root, settings(), shards=1, resources=ClusterSettings(num_cpus=64, **wants))
     with pytest.raises(UndertowError, match="1 shards"):
         Cluster.open(root, settings(), shards=9, resources=ClusterSettings(num_cpus=2, **wants))
+
+
+def test_a_dataset_is_stored_in_its_order_and_again_changes_nothing(root: Location, tmp_path: Path) -> None:
+    of_store = settings(llm_url=None)
+    lines = [
+        turn_line(f"t{n % 5}", n, f"turn {n}", timestamp=f"2026-03-01T00:{n // 60:02d}:{n % 60:02d}")
+        for n in range(600)
+    ]
+    rows = pa.Table.from_pylist(lines)
+    for n in range(3):
+        pq.write_table(rows.slice(n * 200, 200), tmp_path / f"{n}.parquet", row_group_size=50)
+    dataset = ray.data.read_parquet(
+        [str(tmp_path / f"{n}.parquet") for n in range(3)], override_num_blocks=12
+    )
+    keyed = dataset.map(lambda row: {**row, "idempotency_key": row["timestamp"]})
+    plain = tmp_path / "plain"
+    with Engine(plain, of_store, HashingEncoder(384)) as engine:
+        engine.add_table(rows.append_column("idempotency_key", rows["timestamp"]))
+        engine.drain()
+    first, second = (
+        write_turns(keyed, root, of_store, source="crm", shards=2, resources=SMALL) for _ in range(2)
+    )
+    assert (first.turns, first.new_turns, second.turns, second.new_turns) == (600, 600, 600, 0)
+    bad = ray.data.from_arrow(pa.table({"tenant": ["t1"], "messages": ["nonsense"]}))
+    with pytest.raises(InputError, match="field 'messages'"):
+        write_turns(bad, root, of_store, source="bad")
+    with Cluster.open(root, of_store) as cluster:
+        cluster.stop()
+    assert_same_state(cluster_state(root), end_state(plain))

@@ -34,6 +34,7 @@ def run(folder: Path, *options: str, **environment: str) -> subprocess.Completed
     )
     (folder / "test_marked.py").write_text(MARKED)
     env = {k: v for k, v in os.environ.items() if k != "UNDERTOW_REQUIRE_GPU"} | environment
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take longer to load than the tests take
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from math import sqrt
 from statistics import fmean, stdev
@@ -50,7 +50,7 @@ def _scores(answers: Sequence[Line], verdicts: Sequence[Line] | None, repeats: i
         "errors": sum("answer" not in line for line in answers),
         "unjudged": sum(line["verdict"] == UNJUDGED for line in verdicts or ()),
         **{figure: over_runs(_overlaps(answers, figure), repeats) for figure in ("f1", "bleu_1")},
-        "judge": over_runs(_judged(answers, verdicts), repeats),
+        "judge": over_runs(judged(answers, verdicts), repeats),
     }
 
 
@@ -58,13 +58,16 @@ def _overlaps(answers: Sequence[Line], figure: str) -> list[Value]:
     return [(key_of(line), line.get(figure, 0.0)) for line in answers]
 
 
-def _judged(answers: Sequence[Line], verdicts: Sequence[Line] | None) -> list[Value]:
-    """1 where the judge found the answer right, 0 where wrong or none; without those that it left open."""
+def judged(answers: Iterable[Line], verdicts: Iterable[Line] | None) -> list[Value]:
+    """1 where the judge found the answer right, 0 where wrong or none; without those that it left open.
+
+    A question that failed and was answered later has a verdict, which comes after the failure.
+    """
     if verdicts is None:
         return []
-    told = [line for line in verdicts if line["verdict"] != UNJUDGED]
     failed = [(key_of(line), 0.0) for line in answers if "answer" not in line]
-    return [(key_of(line), float(line["verdict"] == RIGHT)) for line in told] + failed
+    told = (line for line in verdicts if line["verdict"] != UNJUDGED)
+    return failed + [(key_of(line), float(line["verdict"] == RIGHT)) for line in told]
 
 
 def over_runs(values: Sequence[Value], repeats: int) -> dict[str, float | None]:
@@ -114,8 +117,8 @@ Lines = tuple[Sequence[Line], Sequence[Line] | None]
 def differences(before: Lines, after: Lines) -> dict[str, Any]:
     """`f1_difference` and `judge_difference`, question by question."""
     f1s = (dict(_overlaps(answers, "f1")) for answers, _ in (before, after))
-    judged = (dict(_judged(*lines)) for lines in (before, after))
-    return {"f1_difference": paired(*f1s), "judge_difference": paired(*judged)}
+    verdicts = (dict(judged(*lines)) for lines in (before, after))
+    return {"f1_difference": paired(*f1s), "judge_difference": paired(*verdicts)}
 
 
 def mean(values: Sequence[float]) -> float | None:

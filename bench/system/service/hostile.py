@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from itertools import cycle
 from urllib.parse import urlencode, urlsplit
 
 from undertow.bench.system.service.open_loop import Caller, Outcome, run_loop
 from undertow.bench.system.service.parts import Figures, Filled, Load, Mix
-from undertow.bench.system.service.world import Request, Texts
+from undertow.bench.system.service.world import Request, Texts, request
 from undertow.engine.base.limits import MAX_FILTER_KEYS, MAX_FILTER_VALUES, MAX_MESSAGES, MAX_QUERY_CHARS
 
 TENANT = "hostile"
@@ -72,33 +71,21 @@ def attacks(url: str, key: str) -> dict[str, bytes]:
         said = texts.messages(MAX_MESSAGES // MESSAGES_A_TURN)
         metadata = {f"key{n}": f"value{n}" for n in range(MAX_FILTER_KEYS)}
         messages = [{"role": role, "content": text[:200]} for text in said for role in ("user", "assistant")]
-        return _request(host, key, "POST", f"{base}/memories", {"messages": messages, "metadata": metadata})
+        return request(host, key, "POST", f"{base}/memories", {"messages": messages, "metadata": metadata})
 
     def search(**more: object) -> bytes:
-        return _request(host, key, "POST", f"{base}/search", {"query": long_query, "top_k": 1_000, **more})
+        return request(host, key, "POST", f"{base}/search", {"query": long_query, "top_k": 1_000, **more})
 
     # made once, as this process sends the others' requests too; an add without a key is new each time
     return {
         "add": add(),
         "search": search(),
         "search with filters": search(filters=filters, since="2020-01-01", until="2030-01-01"),
-        "list with filters": _request(host, key, "GET", f"{base}/memories?limit=1000&{in_path}"),
-        "list": _request(host, key, "GET", f"{base}/memories?limit=1000"),
-        "export": _request(host, key, "GET", f"{base}/export"),
-        "explain": _request(host, key, "GET", f"{base}/explain"),
-        "usage": _request(host, key, "GET", f"{base}/usage"),
-        "flush": _request(host, key, "POST", f"{base}/flush", {}),
-        "stats of no tenant": _request(host, key, "GET", "/v1/tenants/hostile-unknown/stats"),
+        "list with filters": request(host, key, "GET", f"{base}/memories?limit=1000&{in_path}"),
+        "list": request(host, key, "GET", f"{base}/memories?limit=1000"),
+        "export": request(host, key, "GET", f"{base}/export"),
+        "explain": request(host, key, "GET", f"{base}/explain"),
+        "usage": request(host, key, "GET", f"{base}/usage"),
+        "flush": request(host, key, "POST", f"{base}/flush", {}),
+        "stats of no tenant": request(host, key, "GET", "/v1/tenants/hostile-unknown/stats"),
     }
-
-
-def _request(host: str, key: str, method: str, path: str, body: object = None) -> bytes:
-    data = b"" if body is None else json.dumps(body).encode()
-    lines = (
-        f"{method} {path} HTTP/1.1",
-        f"Host: {host}",
-        f"Authorization: Bearer {key}",
-        "Content-Type: application/json",
-        f"Content-Length: {len(data)}",
-    )
-    return "\r\n".join([*lines, "", ""]).encode() + data

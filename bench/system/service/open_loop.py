@@ -21,6 +21,7 @@ import orjson
 
 from undertow.bench.system.parts import percentiles
 from undertow.bench.system.service.world import Request
+from undertow.engine.cluster.processes.worker import new_loop
 
 MOST_CONNECTIONS = 512
 # after the last request was due
@@ -113,11 +114,7 @@ def _ms(latencies_s: Sequence[float]) -> dict[str, float]:
 
 def run_loop(work: Coroutine[Any, Any, Result]) -> Result:
     """Run on uvloop where it is installed: the generator shares the machine with the service."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        return asyncio.run(work)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
         return runner.run(work)
 
 

@@ -156,18 +156,19 @@ class World:
 
 def _add(host: str, key: str, tenant: str, asked: str, answered: str) -> Request:
     body = {"messages": exchange(asked, answered)}
-    return Request(True, tenant, _post(host, key, f"/v1/tenants/{tenant}/memories", body))
+    return Request(True, tenant, request(host, key, "POST", f"/v1/tenants/{tenant}/memories", body))
 
 
 def _search(host: str, key: str, tenant: str, query: str) -> Request:
     body = {"query": query, "top_k": TOP_K}
-    return Request(False, tenant, _post(host, key, f"/v1/tenants/{tenant}/search", body))
+    return Request(False, tenant, request(host, key, "POST", f"/v1/tenants/{tenant}/search", body))
 
 
-def _post(host: str, key: str, path: str, body: object) -> bytes:
-    data = json.dumps(body).encode()
+def request(host: str, key: str, method: str, path: str, body: object = None) -> bytes:
+    """The bytes of a request, with a JSON body unless that is None."""
+    data = b"" if body is None else json.dumps(body).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\n"
+        f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     )
     return head.encode() + data

@@ -197,7 +197,13 @@ class Import:
         bound = self._settings.max_message_bytes
         messages = parse_messages(record.messages, source="import", line=line, max_message_bytes=bound)
         turn = Turn(
-            self.tenant, tuple(messages), record.dedupe_key, record.session, record.timestamp, record.metadata
+            self.tenant,
+            tuple(messages),
+            record.dedupe_key,
+            record.session,
+            record.timestamp,
+            record.metadata,
+            arrived=record.timestamp_from is not None,
         )
         return turn_row(self.tenant, self.key, self.generation, record.seq, turn, record.timestamp)
 

@@ -51,6 +51,7 @@ class TurnRecord(RecordShape):
     superseded_at_seq: None
     session: Words
     timestamp: Moment | None
+    timestamp_from: Literal["arrival"] | None = None
     text: str
     messages: list[dict[str, Any]]
     metadata: dict[str, Any]

@@ -78,7 +78,7 @@ def audit(reports: Reports, tenant: str, k: int) -> Report:
     a name alone is not seen. A memory is never shown if no vector of its source turns has it among the `k`
     nearest of its kind. UnknownTenant.
     """
-    reports.tenants.require(tenant)
+    reports.catalog.require(tenant)
     turns = dict(reports.turns_with_vectors(tenant))
     found: Report = {"tenant": tenant, "turns": len(turns), "episodes": 0, "facts": 0}
     lists: dict[str, list[Report]] = {

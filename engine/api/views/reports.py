@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -43,9 +43,11 @@ from undertow.engine.base.model import Decision, MemoryKind, UnknownMemory, unkn
 from undertow.engine.base.results import Page, Report
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.row_codec import control_of, job_of, memory_of
+from undertow.engine.tenants.catalog import TenantCatalog
 from undertow.engine.tenants.generations import BEFORE_LOG, is_change, shown_generation, since_reread
-from undertow.engine.tenants.registry import TenantRegistry
-from undertow.kernels.arena.arena import Arena
+
+if TYPE_CHECKING:
+    from undertow.engine.tenants.registry import TenantRegistry
 
 MADE_IDS = ("episode_ids", "fact_ids")
 # Of a decision, where it has them.
@@ -63,13 +65,30 @@ class Reports:
     def __init__(self, journal: Journal, tenants: TenantRegistry | None = None) -> None:
         """`tenants`: those of an engine that has the journal open."""
         self._journal = journal
-        self.tenants = TenantRegistry(journal, Arena(journal.info.dim)) if tenants is None else tenants
+        self.catalog: TenantCatalog = TenantCatalog(journal) if tenants is None else tenants
+        self._tenants = tenants
+
+    @property
+    def tenants(self) -> TenantRegistry:
+        """The tenants with their live state, which few reports need: loading them takes torch."""
+        if self._tenants is None:
+            from undertow.engine.tenants.registry import TenantRegistry
+            from undertow.kernels.arena.arena import Arena
+
+            self.catalog = self._tenants = TenantRegistry(self._journal, Arena(self._journal.info.dim))
+        return self._tenants
+
+    @property
+    def encoder_digest(self) -> str:
+        """Names the encoder of the store's vectors."""
+        digest: str = self._journal.info.encoder["digest"]
+        return digest
 
     def tenant_sizes(self) -> list[Report]:
         """One record a tenant, by name: how many turns it has, deleted ones left out. Loads no tenant."""
         table = self._journal.columns(["tenant", "tenant_key", "lsn"], kinds=["turn"])
-        counted = self.tenants.alive(table).group_by("tenant").aggregate([("lsn", "count")])
-        sizes: Counter[str] = Counter(dict.fromkeys(self.tenants.names(), 0))
+        counted = self.catalog.alive(table).group_by("tenant").aggregate([("lsn", "count")])
+        sizes: Counter[str] = Counter(dict.fromkeys(self.catalog.names(), 0))
         sizes.update(dict(zip(counted["tenant"].to_pylist(), counted["lsn_count"].to_pylist(), strict=True)))
         sizes.subtract(row.tenant for row in self._deleted_but_stored())
         return [{"tenant": name, "turns": turns} for name, turns in sorted(sizes.items())]
@@ -227,7 +246,7 @@ class Reports:
         `kind` is turn, episode, fact, decision, control or job, between the head and the end of the export
         (engine/api/transfer/export.py); `vector` is a list of floats.
         """
-        self.tenants.require(tenant)
+        self.catalog.require(tenant)
         return self._export(tenant, vectors)
 
     def _export(self, tenant: str, vectors: bool) -> Iterator[Report]:
@@ -295,7 +314,7 @@ class Reports:
         """The lsn of the last decision on each record of these tenants, by key and seq."""
         if not tenant_keys:
             return {}
-        table = self.tenants.alive(self._journal.columns(["tenant_key", "seq", "lsn"], kinds=["decision"]))
+        table = self.catalog.alive(self._journal.columns(["tenant_key", "seq", "lsn"], kinds=["decision"]))
         table = table.filter(pc.is_in(table["tenant_key"], pa.array(tenant_keys, pa.string())))
         places = zip(table["tenant_key"].to_pylist(), table["seq"].to_pylist(), strict=True)
         return dict(zip(places, table["lsn"].to_pylist(), strict=True))
@@ -308,18 +327,18 @@ class Reports:
 
     def _every_row(self, tenant: str, kinds: Sequence[str]) -> list[Row]:
         """As `_rows`, with those that are withheld. `kinds`: with control, of which every log has some."""
-        self.tenants.require(tenant)
+        self.catalog.require(tenant)
         key = self._journal.info.tenant_key(tenant)
         rows = self._alive(self._journal.read(tenant_keys=[key], kinds=kinds, vectors=False))
         if not rows:  # its first turn came after the read had begun
-            raise self.tenants.unknown(tenant)
+            raise self.catalog.unknown(tenant)
         return rows
 
     def _alive(self, rows: Iterator[Row]) -> list[Row]:
         return sorted((row for row in rows if self._is_alive(row)), key=lambda row: row.lsn)
 
     def _is_alive(self, row: Row) -> bool:
-        return row.tenant_key not in self.tenants.departed and not self.tenants.is_erased(row)
+        return row.tenant_key not in self.catalog.departed and not self.catalog.is_erased(row)
 
 
 def _explanation(seq: int, body: Mapping[str, Any], consolidated_at_seq: int | None) -> Report:

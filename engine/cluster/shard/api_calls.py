@@ -12,6 +12,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.api.report_format import check_limit
 from undertow.engine.api.search_calls import Search
 from undertow.engine.api.transfer.import_ import Import, ImportCancelled
+from undertow.engine.api.views.events import standing
 from undertow.engine.api.views.listing import MAX_LISTED
 from undertow.engine.base.queries import (
     AnswerQuery,
@@ -19,6 +20,8 @@ from undertow.engine.base.queries import (
     DeleteCommand,
     DrainCommand,
     EraseCommand,
+    EventPage,
+    EventsQuery,
     ExplainQuery,
     ExportQuery,
     FlushCommand,
@@ -77,6 +80,7 @@ class ApiCalls:
 
     def __init__(self, shard: str, supervisor: ShardSupervisor, work: EngineWork) -> None:
         self.streams = AnswerStreams(shard)
+        self._shard = shard
         self._supervisor = supervisor
         self._work = work
         self._ask = work.ask
@@ -163,6 +167,15 @@ class ApiCalls:
             tenant=query.tenant,
             reads=True,
         )
+
+    def _events(self, query: EventsQuery) -> Future[dict[str, EventPage]]:
+        """At once where nothing is new: callers ask often, and no step is to be brief for that."""
+        query, engine = replace(query, home=self._shard), self._supervisor.engine
+        if engine is not None and (page := standing(engine.journal, query)) is not None:
+            known: Future[dict[str, EventPage]] = Future()
+            known.set_result({self._shard: page})
+            return known
+        return self._ask(lambda engine: engine.call(query), reads=True, reads_journal=True)
 
     def _after_index_build(
         self, query: SearchQuery | AnswerQuery, act: Callable[[Engine], T | NotYet]
@@ -334,6 +347,7 @@ HANDLERS: Mapping[type[ApiCall[Any]], Callable[[ApiCalls, Any], Future[Any]]] = 
     DeleteCommand: ApiCalls._edit,
     DrainCommand: ApiCalls._drain,
     EraseCommand: ApiCalls._erase,
+    EventsQuery: ApiCalls._events,
     FlushCommand: ApiCalls._flush,
     ImportCommand: ApiCalls._import,
     ListQuery: ApiCalls._list,

@@ -1,4 +1,4 @@
-"""`undertow consume`: messages of Kafka or Redis in, memories out."""
+"""`undertow consume`: messages of Kafka or Redis, or batches of Arrow Flight, in; memories out."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from undertow.serving.streams.consumer import ConsumeReport
     from undertow.serving.streams.source import Source
 
+# between two looks for something to decide
+IDLE_S = 0.1
 STOPPED = "undertow: stopped at a message that cannot be stored; those before it are stored and acknowledged."
 
-consume = typer.Typer(help="Store the messages of a Kafka topic or a Redis stream.", no_args_is_help=True)
+consume = typer.Typer(help="Store the messages of Kafka, Redis or Arrow Flight.", no_args_is_help=True)
 
 Group = Annotated[str, typer.Option("--group", help="The consumer group.", show_default=False)]
 DeadLetter = Annotated[
@@ -129,6 +131,58 @@ def redis(
         models.settings(**asdict(thresholds)),
         options,
     )
+
+
+@consume.command()
+@opt.with_groups
+def flight(
+    store: opt.Store,
+    host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65_535, help="0: a free one.")] = 8815,
+    keys: Annotated[
+        Path | None,
+        typer.Option("--keys", metavar="FILE", help="The key file; without it a loopback address only."),
+    ] = None,
+    certificate: Annotated[
+        tuple[Path, Path] | None, typer.Option("--tls", metavar="CHAIN KEY", help="PEM files, for TLS.")
+    ] = None,
+    ray: opt.Ray = None,
+    shards: opt.Shards = None,
+    thresholds: opt.Thresholds = opt.NO_THRESHOLDS,
+    models: opt.Models = opt.NO_MODELS,
+) -> None:
+    """Take record batches of turns over Arrow Flight, until SIGTERM or Ctrl-C.
+
+    A batch with the columns of the messages format is answered when its turns are durable (docs/arrow.md).
+    """
+    from undertow.serving.auth.authenticator import Authenticator, is_loopback
+
+    if keys is None and not is_loopback(host):
+        raise WrongUsage(f"without --keys FILE it listens on a loopback address only, and {host} is none")
+    settings = models.settings(**asdict(thresholds))
+    pem = None if certificate is None else (certificate[0].read_bytes(), certificate[1].read_bytes())
+    opening = open_memory(store, settings, ray, shards=shards, create=True, resume=True)
+    with ExitStack() as stack:
+        checked = None if keys is None else stack.enter_context(closing(Authenticator(keys)))
+        memory = stack.enter_context(opening)
+        stopped = stack.enter_context(ctrl_c(signal.SIGTERM))
+        from undertow.serving.streams.flight import FlightServer
+
+        scheme = "grpc" if pem is None else "grpc+tls"
+        server = FlightServer(
+            f"{scheme}://{host}:{port}",
+            memory,
+            checked,
+            max_message_bytes=settings.max_message_bytes,
+            threads=1 if is_engine(memory) else 32,
+            certificate=pem,
+        )
+        stack.callback(server.stop)
+        say(f"Ready on {scheme}://{host}:{server.port}, storing in {store}.")
+        work = _work(memory)
+        while not stopped.is_set():
+            if not server.storing.submit(work).result():
+                stopped.wait(IDLE_S)
 
 
 def _properties(config: Path | None) -> dict[str, str]:

@@ -15,12 +15,11 @@ from undertow.serving.auth.principal import check_name
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
 from undertow.serving.cli.output import say
+from undertow.serving.cli.served import KEY_VARIABLE as KEY_VARIABLE
 from undertow.serving.cli.stores import is_root
 
 if TYPE_CHECKING:
     from undertow.engine.base.config import Settings
-
-KEY_VARIABLE = "UNDERTOW_API_KEY"
 
 
 def mcp(

@@ -82,7 +82,7 @@ def flush(
         names = [tenant]
     else:
         with all_reports(store) as shards:
-            names = sorted({name for reports in shards for name in reports.tenants.names()})
+            names = sorted({name for reports in shards for name in reports.catalog.names()})
     with open_memory(store, settings, ray, resume=True) as memory:
         settled, code = flush_tenants(memory, names)
     figures = {"tenants": len(names), "settled": settled}

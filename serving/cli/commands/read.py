@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -23,13 +24,21 @@ from undertow.serving.cli.output import (
     put_text,
     say,
 )
-from undertow.serving.cli.stores import all_reports, is_root, open_engine, store_of, tenant_reports
+from undertow.serving.cli.served import ServiceUrl, client_of, hit_report
+from undertow.serving.cli.stores import (
+    all_reports,
+    is_root,
+    open_engine,
+    some_reports,
+    store_of,
+    tenant_reports,
+)
 
 if TYPE_CHECKING:
     from undertow.engine.api.engine import Engine
-    from undertow.engine.api.views.reports import Reports
     from undertow.engine.base.config import Settings
     from undertow.engine.base.results import Report
+    from undertow.serving.cli.stores import AnyReports
 
 T = TypeVar("T")
 
@@ -89,7 +98,7 @@ class ListKind(StrEnum):
 def search(
     query: Annotated[str, typer.Argument(help="What to look for.")],
     tenant: opt.Tenant,
-    store: opt.Store,
+    store: opt.ReadStore,
     k: Annotated[int | None, typer.Option("-k", min=1, max=1000, help="How many results.")] = None,
     since: Since = None,
     until: Until = None,
@@ -103,26 +112,32 @@ def search(
     """Find a tenant's turns, episodes and facts nearest to a query."""
     _check_words("query", query)
     filters = _filters(where or [])
-    settings = opt.settings_of(llm="off", encoder=encoder)
-    with open_engine(store_of(store, tenant), settings, writable=False) as engine:
-        engine.tenants.require(tenant)
-        counts = {"k_sub": k, "k_epi": k, "k_sem": k}
-        found = engine.search(
-            tenant, query, **counts, since=since, until=until, where=filters, explain=explain
-        )
+    asked: dict[str, Any] = {"since": since, "until": until, "explain": explain}
+    if isinstance(store, ServiceUrl):
+        if encoder is not None:
+            raise WrongUsage("--encoder is the service's own setting: leave it out with a service")
+        with client_of(store) as client:
+            served = client.search(tenant, query, top_k=k, filters=filters, **asked)
+        hits, recall, words_only = list(map(hit_report, served.results)), served.recall, served.words_only
+        how = None if served.explanation is None else served.explanation.model_dump(mode="json")
+    else:
+        settings = opt.settings_of(llm="off", encoder=encoder)
+        with open_engine(store_of(store, tenant), settings, writable=False) as engine:
+            engine.tenants.require(tenant)
+            found = engine.search(tenant, query, k_sub=k, k_epi=k, k_sem=k, where=filters, **asked)
+        ranked, recall, words_only = found.ranked(k), found.turn_recall, found.words_only
+        hits, how = list(map(asdict, ranked)), found.explained(ranked)
     # an index may miss turns, but no episodes or facts
-    recall = {"turn": {"turn_recall": found.turn_recall}}
-    ranked = found.ranked(k)
-    hits = [{**asdict(hit), **recall.get(hit.kind, {})} for hit in ranked]
+    hits = [{**hit, "turn_recall": recall} if hit["kind"] == "turn" else hit for hit in hits]
     title = f"{len(hits)} result{'s' * (len(hits) != 1)} for {tenant}"
-    if (how := found.explained(ranked)) is None:
+    if how is None:
         shown = hits if as_json else [{**hit, "id": hit["id"][:SHOWN_ID_CHARS]} for hit in hits]
         put_records(shown, ("score", "id", "kind", "timestamp", "memory"), title=title, as_json=as_json)
     else:
         _put_explained(hits, how, title, as_json=as_json)
-    if found.turn_recall < 1 and not as_json:
-        say(f"(turns found through an index, measured recall {found.turn_recall:.3f})")
-    if found.words_only:
+    if recall < 1 and not as_json:
+        say(f"(turns found through an index, measured recall {recall:.3f})")
+    if words_only:
         say(WORDS_ONLY)
 
 
@@ -197,7 +212,7 @@ WORDS_ONLY = "(found by words alone: the embedding endpoint cannot be used now)"
 def ask(
     question: Annotated[str, typer.Argument(help="What to answer from memory.")],
     tenant: opt.Tenant,
-    store: opt.Store,
+    store: opt.ReadStore,
     as_of: Annotated[
         str | None, typer.Option("--as-of", help="When the question is asked, for relative dates.")
     ] = None,
@@ -211,24 +226,31 @@ def ask(
 ) -> None:
     """Answer a question from a tenant's memory, with one LLM call, or up to three (best effort)."""
     _check_words("question", question)
-    settings = models.settings(answer_style=style)
-    with _open_to_answer(store, tenant, settings) as engine:
-        engine.tenants.require(tenant)
-        try:
-            given = engine.answer(tenant, question, as_of=as_of, mode=mode)
-        except UndertowError as error:
-            if not engine.server_lost:
-                raise
-            say(f"undertow: {error}")
-            raise typer.Exit(Exit.LLM) from None
-    usage = asdict(given.usage)
-    if as_json:
+    if isinstance(store, ServiceUrl):
+        if style is not None or models != opt.NO_MODELS:
+            raise WrongUsage("the service has its own model and style: leave those options out")
+        with client_of(store) as client:
+            told = client.answer(tenant, question, as_of=as_of, mode=mode)
+        text, usage, words_only = told.answer, dict(told.usage), told.words_only
+        memories = list(map(hit_report, told.memories))
+    else:
+        with _open_to_answer(store, tenant, models.settings(answer_style=style)) as engine:
+            engine.tenants.require(tenant)
+            try:
+                given = engine.answer(tenant, question, as_of=as_of, mode=mode)
+            except UndertowError as error:
+                if not engine.server_lost:
+                    raise
+                say(f"undertow: {error}")
+                raise typer.Exit(Exit.LLM) from None
+        text, usage, words_only = given.text, asdict(given.usage), given.found.words_only
         memories = [asdict(hit) for hit in (*given.found.episodes, *given.found.facts, *given.found.turns)]
-        document = {"tenant": tenant, "question": question, "answer": given.text, "memories": memories}
+    if as_json:
+        document = {"tenant": tenant, "question": question, "answer": text, "memories": memories}
         put_json({**document, "usage": usage})
     else:
-        put_text(given.text)
-        if given.found.words_only:
+        put_text(text)
+        if words_only:
             say(WORDS_ONLY)
         say(f"({usage['prompt_tokens']} prompt and {usage['completion_tokens']} completion tokens)")
 
@@ -252,7 +274,7 @@ def _open_to_answer(store: Location, tenant: str, settings: Settings) -> Iterato
 
 
 def list_(
-    store: opt.Store,
+    store: opt.ReadStore,
     kind: Annotated[
         ListKind | None, typer.Option("--kind", help="What to list. Left out: tenants, or a tenant's turns.")
     ] = None,
@@ -266,11 +288,11 @@ def list_(
         need = "takes no --tenant" if tenant is not None else "needs --tenant"
         raise typer.BadParameter(f"--kind {kind.value} {need}")
     if tenant is None:
-        with all_reports(store) as shards:
+        with some_reports(store, None) as shards:
             records = [record for reports in shards for record in reports.tenant_sizes()]
         records.sort(key=lambda record: str(record["tenant"]))
     else:
-        with tenant_reports(store, tenant) as reports:
+        with some_reports(store, tenant) as (reports,):
             if kind is ListKind.TURNS:
                 records = reports.turns(tenant, every=every)
             else:
@@ -280,9 +302,9 @@ def list_(
     put_records(records, [c for c in columns if every or c != "superseded_at_seq"], as_json=as_json)
 
 
-def explain(tenant: opt.Tenant, store: opt.Store, as_json: opt.AsJson = False) -> None:
+def explain(tenant: opt.Tenant, store: opt.ReadStore, as_json: opt.AsJson = False) -> None:
     """Show why each memory exists: the decision on each turn, and its grounds."""
-    with tenant_reports(store, tenant) as reports:
+    with some_reports(store, tenant) as (reports,):
         records = reports.explain(tenant)
     if as_json:
         put_json_lines(records)
@@ -298,9 +320,11 @@ def _short(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, **ids, "decision": decision, "nearest_episode": nearest}
 
 
-def get(memory_id: opt.MemoryId, store: opt.Store, as_json: opt.AsJson = False) -> None:
+def get(
+    memory_id: opt.MemoryId, store: opt.ReadStore, tenant: opt.InTenant = None, as_json: opt.AsJson = False
+) -> None:
     """Show one memory as it stands."""
-    record = _of_any(store, memory_id, lambda reports, whole: reports.get(whole))
+    record = _of_any(store, tenant, memory_id, lambda reports, whole: reports.get(whole))
     if as_json:
         put_json(record)
     else:
@@ -308,20 +332,22 @@ def get(memory_id: opt.MemoryId, store: opt.Store, as_json: opt.AsJson = False) 
         put_table([record], columns, title=memory_id)
 
 
-def history(memory_id: opt.MemoryId, store: opt.Store, as_json: opt.AsJson = False) -> None:
+def history(
+    memory_id: opt.MemoryId, store: opt.ReadStore, tenant: opt.InTenant = None, as_json: opt.AsJson = False
+) -> None:
     """Show every version of one memory, oldest first."""
-    records = _of_any(store, memory_id, lambda reports, whole: reports.history(whole))
+    records = _of_any(store, tenant, memory_id, lambda reports, whole: reports.history(whole))
     columns = ("kind", "version", "made_at_seq", "superseded_at_seq", "deleted", "timestamp", "text")
     put_records(records, columns, title=f"History of {memory_id}", as_json=as_json)
 
 
-def _of_any(store: Location, memory_id: str, read: Callable[[Reports, str], T]) -> T:
+def _of_any(store: Location, tenant: str | None, memory_id: str, read: Callable[[AnyReports, str], T]) -> T:
     """The first shard's answer about a memory, by its id or the beginning of it: neither tells its tenant.
 
     UndertowError: no shard has it; several ids begin so.
     """
     refusal = UndertowError("the cluster has stored nothing yet.")
-    with all_reports(store) as shards:
+    with some_reports(store, tenant) as shards:
         if FEWEST_ID_CHARS <= len(memory_id) < ID_CHARS:
             meant = {whole for reports in shards for whole in reports.ids_from(memory_id)}
             if len(meant) > 1:
@@ -341,38 +367,68 @@ def _of_any(store: Location, memory_id: str, read: Callable[[Reports, str], T]) 
 
 
 def export(
-    tenant: opt.Tenant,
-    store: opt.Store,
+    store: opt.ReadStore,
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", help="Whose; with --parquet it may be left out: all tenants.")
+    ] = None,
     vectors: Annotated[bool, typer.Option("--vectors", help="With the embeddings.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="No effect: the output is always JSON lines.")
-    ] = True,
+    parquet: Annotated[
+        Path | None,
+        typer.Option("--parquet", metavar="FOLDER", help="Write turns.parquet and memories.parquet there."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="No effect: the output is always JSON.")] = True,
 ) -> None:
-    """Write everything stored of a tenant as JSON lines: turns, all versions of memories, decisions."""
-    with tenant_reports(store, tenant) as reports:
-        put_json_lines(reports.export(tenant, vectors=vectors))
+    """Write everything stored of a tenant as JSON lines: turns, all versions of memories, decisions.
+
+    With --parquet its turns and memories as tables, which pandas, DuckDB and Spark read; `undertow ingest`
+    takes turns.parquet back. docs/arrow.md describes the columns.
+    """
+    if parquet is None:
+        if tenant is None:
+            raise WrongUsage("give --tenant NAME, or --parquet FOLDER for the tables of all tenants")
+        with some_reports(store, tenant) as (reports,):
+            put_json_lines(reports.export(tenant, vectors=vectors))
+        return
+    from undertow.engine.api.transfer.arrow import export_parquet
+
+    with some_reports(store, tenant) as shards:
+        exports = (
+            reports.export(record["tenant"], vectors=vectors)
+            for reports in shards
+            for record in ([{"tenant": tenant}] if tenant is not None else reports.tenant_sizes())
+        )
+        rows = export_parquet(exports, parquet, shards[0].encoder_digest if shards else None)
+    put_json({"folder": str(parquet), **rows})
 
 
 def stats(
-    store: opt.Store,
+    store: opt.ReadStore,
     tenant: Annotated[str | None, typer.Option("--tenant", help="Only this tenant.")] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Show counts, pending work and LLM cost of a store, or of one tenant."""
-    from undertow.engine.api.views.stats import store_stats, store_usage, tenant_stats
-    from undertow.engine.base.queries import StatsQuery, UsageQuery
-
-    if tenant is None:
-        with all_reports(store) as shards:
-            counts = StatsQuery().combined([store_stats(reports.tenants) for reports in shards])
-            usage = UsageQuery().combined([store_usage(reports.tenants) for reports in shards])
+    if isinstance(store, ServiceUrl):
+        with client_of(store) as client:
+            counts, usage = client.stats(tenant), client.usage(tenant)
     else:
-        with tenant_reports(store, tenant) as reports:
-            counts = tenant_stats(reports.tenants.existing(tenant))
-            usage = store_usage(reports.tenants, tenant)
+        counts, usage = _counted(store, tenant)
     if as_json:
         put_json({**({} if tenant is None else {"tenant": tenant}), **counts, "usage": usage})
         return
     put_pairs(counts, title=str(store) if tenant is None else f"{tenant} in {store}")
     columns = ("operation", "calls", "prompt_tokens", "cached_prompt_tokens", "completion_tokens")
     put_table([{"operation": name, **used} for name, used in usage.items()], columns, title="LLM cost")
+
+
+def _counted(store: Location, tenant: str | None) -> tuple[Report, Report]:
+    """The counts of a store or of one tenant, and the LLM calls and tokens by operation."""
+    from undertow.engine.api.views.stats import store_stats, store_usage, tenant_stats
+    from undertow.engine.base.queries import StatsQuery, UsageQuery
+
+    if tenant is not None:
+        with tenant_reports(store, tenant) as reports:
+            return dict(tenant_stats(reports.tenants.existing(tenant))), store_usage(reports.tenants, tenant)
+    with all_reports(store) as shards:
+        counts = StatsQuery().combined([store_stats(reports.tenants) for reports in shards])
+        usage = UsageQuery().combined([store_usage(reports.tenants) for reports in shards])
+    return dict(counts), dict(usage)

@@ -72,7 +72,8 @@ def serve(
     cluster's root serve it in processes of their own, with --ray those that run on Ray.
     """
     engine = models.settings()
-    _check_options(keys, insecure_no_auth=insecure_no_auth)
+    if insecure_no_auth and keys is not None:
+        raise WrongUsage("--keys and --insecure-no-auth exclude each other: leave one out")
     _check_shards(store, ray, shards, workers)
     service = _service_settings()
     say(f"Starting: loading libraries, then opening {store}. This takes a while.")
@@ -102,11 +103,6 @@ def serve(
         on_start=ready,
         extend=inspector if inspect else None,
     )
-
-
-def _check_options(keys: Path | None, *, insecure_no_auth: bool) -> None:
-    if insecure_no_auth and keys is not None:
-        raise WrongUsage("--keys and --insecure-no-auth exclude each other: leave one out")
 
 
 def _check_shards(store: Location, ray: str | None, shards: int | None, workers: int) -> None:

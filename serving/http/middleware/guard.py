@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import re
 from typing import Protocol
@@ -10,7 +9,7 @@ from typing import Protocol
 from starlette.datastructures import Headers
 
 from undertow.serving.auth.audit import WITHOUT_KEY
-from undertow.serving.auth.authenticator import Authenticator, KeyRefused
+from undertow.serving.auth.authenticator import Authenticator, KeyRefused, is_loopback
 from undertow.serving.auth.limits import RequestRates
 from undertow.serving.auth.oidc import KeysUnread, TokenVerifier
 from undertow.serving.auth.principal import NO_LIMITS, Principal, Scope, TenantScope
@@ -96,11 +95,3 @@ def key_text(headers: Headers) -> str | None:
     if scheme.lower() in ("bearer", "token") and text.strip():
         return text.strip()
     return headers.get("x-api-key")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host is a loopback address or "localhost"; other names might resolve elsewhere."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from undertow.serving.http.problems import CLOSE, Problem
@@ -26,6 +26,7 @@ OVERLOAD = Refusal("overload", "Too many requests are under way. Try again.")
 KEY_BUSY = Refusal("key-busy", "Too many requests with this key are under way. Wait for some.")
 TENANT_BUSY = Refusal("tenant-busy", "Too many requests for this tenant are under way. Wait for some.")
 LONG = Refusal("long", "Too many answers, flushes and exports are under way. Try again.", CLOSE)
+STREAMS = Refusal("streams", "Enough streams of events are open. Try again when one has ended.", CLOSE)
 IMPORTS = Refusal("imports", "Enough imports are under way. Try again when one has ended.", CLOSE)
 QUEUE = Refusal("tenant-queue", "Too many turns of this tenant are being stored. Wait for some.")
 KEY_QUEUE = Refusal("key-queue", "Too many turns sent with this key are being stored. Wait for some.")
@@ -83,6 +84,10 @@ class LoadLimits:
         """
         with self._counted("long", "", self._settings.max_long_requests, LONG):
             yield
+
+    def streaming(self) -> AbstractContextManager[None]:
+        """Around a stream of events. Problem 429: there are too many."""
+        return self._counted("stream", "", self._settings.max_streams, STREAMS)
 
     @contextmanager
     def importing(self, key_id: str, tenant: str | None) -> Iterator[None]:

@@ -58,8 +58,8 @@ class Access:
     `scope`: None for no key, on /health/* only. `once`: it accepts an Idempotency-Key, and keeps its
     response. `act`: its name in the audit log, if refused requests are logged there. `imports`: its body may
     be as large as an import. `long`: it may take as long as an LLM, or as the reader of the response.
-    `stores`: it stores turns, and a large body is not read where those of the tenant wait for room.
-    `direct`: it is called without FastAPI's dependency solver, see direct.py.
+    `streams`: it goes on telling events. `stores`: it stores turns, and a large body is not read where those
+    of the tenant wait for room. `direct`: it is called without FastAPI's dependency solver, see direct.py.
     """
 
     scope: Scope | None
@@ -70,6 +70,7 @@ class Access:
     long: bool = False
     stores: bool = False
     direct: bool = False
+    streams: bool = False
 
     def __call__(self, endpoint: F) -> F:
         setattr(endpoint, MARK, self)
@@ -163,6 +164,8 @@ class GuardedRoute(APIRoute):
         """A slot under the limit for this kind of request."""
         if self.access.imports:
             return load.importing(key_id, tenant)
+        if self.access.streams:
+            return load.streaming()
         return load.long() if self.access.long else nullcontext()
 
     def _bounds(self, settings: ServiceSettings) -> tuple[int, float]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from undertow.engine.api.message_turns import turns_of
+from undertow.engine.api.message_turns import turns_of, utc_now
 from undertow.engine.base.model import Message, Turn
 from undertow.engine.base.queries import TurnsByKeyQuery
 from undertow.engine.base.results import Receipt, Report
@@ -47,6 +47,7 @@ class AddBatch:
             metadata=item.metadata,
             call=call,
             max_message_bytes=max_message_bytes,
+            arrived=utc_now(),
         )
         for turn in turns:
             check_turn(turn)
@@ -140,5 +141,5 @@ def _is_same(turn: Turn, stored: Report | None) -> bool:
         messages == list(turn.messages)
         and stored["session"] == turn.session_id
         and stored["metadata"] == turn.metadata
-        and turn.timestamp in (None, stored["timestamp"])
+        and (turn.arrived or turn.timestamp in (None, stored["timestamp"]))
     )

@@ -270,6 +270,14 @@ class JobView(Model):
     finished_at: str | None
 
 
+class WebhookRequest(RequestModel):
+    """`tenants`: whose events; default: of all that the key names. `include_text`: with memories' texts."""
+
+    url: str = Field(min_length=1, max_length=2_000, examples=["https://example.com/undertow"])
+    tenants: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, max_length=100)
+    include_text: bool = False
+
+
 # ---- the store
 
 

@@ -220,7 +220,7 @@ def wait_for_turns(process: subprocess.Popen[str], store: Path, log: Path, count
     while stored_turns(store, log) < count:
         assert process.poll() is None, "the program ended before it could be killed"
         assert time.monotonic() < deadline_s, "the program stores nothing"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def test_the_program_killed_and_resumed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from undertow.engine.base.queries import TurnsByKeyQuery
 from undertow.serving.auth.principal import Scope
+from undertow.serving.http.routes import add_batches
 
 from ...support.service.http import Running, at, intercepted, is_problem, said, serving
 
@@ -42,6 +44,32 @@ def test_what_a_memory_is_called_on_the_wire(client: httpx2.Client) -> None:
     (version,) = client.get(other + "/history").json()["results"]
     assert version["memory"] == "user: the meeting is on friday"
     assert client.delete(other).json() == {"id": updated["id"], "kind": "turn", "event": "DELETE"}
+
+
+def test_without_a_timestamp_a_turn_has_the_time_of_its_arrival_and_says_so(
+    client: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = datetime.now(UTC).replace(microsecond=0)
+    added(client, "ada", "the first", session_id="s", timestamp="2026-05-08")
+    keyed = {"Idempotency-Key": "one"}
+    body = {"messages": said("the second"), "session_id": "s"}
+    first = client.post(at("ada", "/memories"), json=body, headers=keyed).json()["results"][0]
+    one = client.get(at("ada", f"/memories/{first['id']}")).json()
+    assert began <= datetime.fromisoformat(one["timestamp"]) <= datetime.now(UTC)
+    assert one["timestamp_from"] == "arrival"
+    monkeypatch.setattr(add_batches, "utc_now", lambda: "2099-01-01T00:00:00+00:00")
+    again = client.post(at("ada", "/memories"), json=body, headers=keyed).json()["results"][0]
+    assert (again["event"], again["id"]) == ("DUPLICATE", first["id"])
+    exported = client.get(at("ada", "/export"))
+    assert client.post(at("copy", "/import"), content=exported.content).status_code == 200
+    copies = client.get(at("copy", "/memories")).json()["results"]
+    assert [(c["timestamp"], c.get("timestamp_from")) for c in copies] == [
+        ("2026-05-08", None),
+        (one["timestamp"], "arrival"),
+    ]
+    updated = client.put(at("ada", f"/memories/{one['id']}"), json={"text": "reworded"}).json()
+    reworded = client.get(at("ada", f"/memories/{updated['id']}")).json()
+    assert (reworded["timestamp"], reworded["timestamp_from"]) == (one["timestamp"], "arrival")
 
 
 def test_names_of_tenants_may_hold_anything(client: httpx2.Client) -> None:

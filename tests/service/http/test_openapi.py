@@ -16,7 +16,7 @@ from ...support.service.http import Running
 from ...support.soak.runs import report
 
 SOAK_EXAMPLES = 300
-BOUNDS = {"max_body_bytes": 20_000}
+BOUNDS = {"max_body_bytes": 20_000, "stream_s": 0.1}
 PROMISES = [
     checks.not_a_server_error,
     openapi_checks.status_code_conformance,

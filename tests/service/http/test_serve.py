@@ -7,11 +7,11 @@ import re
 import signal
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -22,6 +22,7 @@ from undertow.serving.auth.principal import Scope, TenantScope
 from undertow.serving.http.server import bound
 
 from ...support.cli import ENV, PROGRAM, conversation, run
+from ...support.cluster.forked import started
 from ...support.llm_servers import Counting, completion, odd_server, wait_until
 from ...support.service.http import SOON_S, at, is_problem, said
 
@@ -31,33 +32,27 @@ THETAS = {"UNDERTOW_THETA_SIM": "0.5", "UNDERTOW_THETA_MERGE": "0.55", "UNDERTOW
 class Process:
     """A service in a process of its own."""
 
-    def __init__(
-        self, store: Path, *options: str, env: dict[str, str] | None = None, files: int | None = None
-    ) -> None:
-        """`files`: how many it may open."""
-        limits = () if files is None else ("prlimit", f"--nofile={files // 2}:{files}")
+    def __init__(self, store: Path, *options: str, env: dict[str, str] | None = None, **how: Any) -> None:
+        """`how`: `files` and `afresh` of `started`."""
         self.store = store
-        self.popen = subprocess.Popen(
-            [*limits, *PROGRAM, "serve", "--store", str(store), "--port", "0", *options],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **ENV, **THETAS, **(env or {})},
-        )
-        self.said: list[str] = []
-        self.url = self._wait_for_url()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._told = store.with_name(f"{store.name}-stderr.txt")
+        command = ("serve", "--store", str(store), "--port", "0", *options)
+        environment = {**os.environ, **ENV, **THETAS, **(env or {})}
+        self.popen = started(command, environment, Path(os.devnull), self._told, **how)
+        self.url = ""
+        wait_until(self._is_ready)
 
-    def _wait_for_url(self) -> str:
-        assert self.popen.stderr is not None
-        for line in self.popen.stderr:
-            self.said.append(line)
-            if found := re.search(r"Ready on (http://\S+), ", line):
-                return found[1]
-        raise AssertionError("".join(self.said))
+    def _is_ready(self) -> bool:
+        told = "".join(self.said)
+        assert self.popen.poll() is None, told
+        if found := re.search(r"Ready on (http://\S+), ", told):
+            self.url = found[1]
+        return bool(self.url)
 
-    def _read(self) -> None:
-        assert self.popen.stderr is not None
-        self.said += self.popen.stderr
+    @property
+    def said(self) -> list[str]:
+        """The lines of its standard error so far."""
+        return self._told.read_text().splitlines(keepends=True)
 
     def key(self) -> str:
         """A new key, for everything."""
@@ -74,10 +69,8 @@ class Process:
 
 
 @contextmanager
-def process(
-    store: Path, *options: str, env: dict[str, str] | None = None, files: int | None = None
-) -> Iterator[Process]:
-    service = Process(store, *options, env=env, files=files)
+def process(store: Path, *options: str, env: dict[str, str] | None = None, **how: Any) -> Iterator[Process]:
+    service = Process(store, *options, env=env, **how)
     try:
         yield service
     finally:
@@ -177,7 +170,7 @@ def test_wrong_options_and_settings_are_refused(
 
 
 def test_without_an_llm_an_answer_says_so(tmp_path: Path) -> None:
-    with process(tmp_path, "--llm", "off") as service:
+    with process(tmp_path, "--llm", "off", afresh=True) as service:
         assert service.said[0].startswith("Starting: ")
         client = service.client(service.key())
         assert client.get("/health/ready").json() == {"status": "ok", "llm": "off"}

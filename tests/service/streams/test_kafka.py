@@ -28,7 +28,7 @@ from ...support.service.streams import (
 )
 
 TOPICS = (f"chat-{n}" for n in itertools.count())
-# the mock's first rebalance takes three seconds, in which it must not drop members
+# short, but a busy machine must not drop members
 PROPERTIES = {"session.timeout.ms": "4000", "heartbeat.interval.ms": "500"}
 
 

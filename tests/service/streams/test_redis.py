@@ -16,7 +16,7 @@ from undertow.serving.streams.consumer import Consumer
 from undertow.serving.streams.redis_streams import RedisSource
 
 from ...support.cli import Ran, run, tenants
-from ...support.cluster.processes import Command
+from ...support.cluster.processes import Command, FreshCommand
 from ...support.service.streams import (
     TENANTS,
     RedisServer,
@@ -84,9 +84,8 @@ def test_sigterm_ends_after_a_batch_and_the_next_run_reads_on(server: RedisServe
     lines = stream_of(600)
     server.add("chat", lines[:900])
     store = tmp_path / "s"
-    with Command(
-        tmp_path / "c", *arguments(server, store), UNDERTOW_BATCH_TURNS="8", UNDERTOW_DURABILITY="fsync"
-    ) as running:
+    slowly = {"UNDERTOW_BATCH_TURNS": "8", "UNDERTOW_DURABILITY": "fsync"}
+    with FreshCommand(tmp_path / "c", *arguments(server, store), **slowly) as running:
         running.wait_until(lambda: turns_in(store) > 0)
         running.process.send_signal(signal.SIGTERM)
         report = running.result()

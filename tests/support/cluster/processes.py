@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,7 +13,8 @@ from typing import Any
 
 import psutil
 
-from ..cli import ENV, PROGRAM
+from ..cli import ENV
+from .forked import started
 
 CLUSTER_ENV = {"UNDERTOW_CLUSTER_NUM_CPUS": "0.5", "UNDERTOW_CLUSTER_THREADS": "1"}
 
@@ -22,13 +22,13 @@ CLUSTER_ENV = {"UNDERTOW_CLUSTER_NUM_CPUS": "0.5", "UNDERTOW_CLUSTER_THREADS": "
 class Command:
     """`undertow ...` in a process of its own, and the Ray processes below it."""
 
+    afresh = False
+
     def __init__(self, folder: Path, *args: str | Path, **env: str) -> None:
         folder.mkdir(exist_ok=True)
         self._out, self._err = folder / "out.json", folder / "err.txt"
-        with self._out.open("w") as out, self._err.open("w") as err:  # no pipe: orphans would hold it open
-            self.process = subprocess.Popen(
-                [*PROGRAM, *map(str, args)], env=os.environ | ENV | CLUSTER_ENV | env, stdout=out, stderr=err
-            )
+        environment = os.environ | ENV | CLUSTER_ENV | env
+        self.process = started(args, environment, self._out, self._err, afresh=self.afresh)
 
     def __enter__(self) -> Command:
         return self
@@ -43,7 +43,7 @@ class Command:
     def wait_until(self, holds: Callable[[], object]) -> None:
         """Wait until something holds, or the command has ended."""
         while self.running and not holds():
-            time.sleep(0.02)
+            time.sleep(0.05)  # many a condition opens the store, which takes time from the command
 
     def kill(self) -> list[psutil.Process]:
         """SIGKILL; what it leaves behind."""
@@ -67,6 +67,12 @@ class Command:
     @property
     def err(self) -> str:
         return self._err.read_text()
+
+
+class FreshCommand(Command):
+    """As users start it: by a new interpreter."""
+
+    afresh = True
 
 
 def ray_processes(of: int, kind: str) -> list[psutil.Process]:

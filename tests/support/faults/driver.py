@@ -195,8 +195,17 @@ def load_prompts() -> None:
     refine_prompt(memory, [turn], [memory])
 
 
+def load_client() -> None:
+    """The LLM's client is imported at its first request otherwise, by each child anew."""
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(api_key="none", base_url="http://127.0.0.1:9")
+    assert client.models and client.chat.completions, "their modules are loaded when they are looked at"
+
+
 def main() -> None:
     load_prompts()
+    load_client()
     # a fork takes along the calling thread alone; engines begin theirs in the child, where they are used
     warnings.filterwarnings("ignore", "lance is not fork-safe")
     print(json.dumps({"ready": True}), flush=True)

@@ -179,6 +179,7 @@ def search_by_mem0(tenants: Tenants, name: str, rng: Random) -> None:
 def look(tenants: Tenants, name: str, rng: Random) -> None:
     """Lists, figures, jobs and exports are of what is the tenant's own."""
     lot = tenants.lots[name]
+    tenants.have(name, "GET", "/events", params={"follow": False, "include_text": True})
     assert {job["id"] for job in tenants.have(name, "GET", "/jobs").json()["results"]} == lot.jobs
     if not lot.exists:
         is_problem(tenants.ask(name, "GET", rng.choice(("/memories", "/stats", "/usage", "/explain"))), 404)

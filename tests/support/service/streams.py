@@ -32,12 +32,20 @@ from ..cluster.processes import Command
 
 WAIT_S = 60.0
 TENANTS = ("ada", "bo", "cy")
-# The cluster lives as long as its process's standard input is open.
+# The cluster lives as long as its process's standard input is open. Its first rebalance waits for members for
+# three seconds by default, which Python's interface cannot change.
 MOCK = """
-import sys, confluent_kafka
-producer = confluent_kafka.Producer({"test.mock.num.brokers": 3, "bootstrap.servers": "-"})
-brokers = producer.list_topics(timeout=30).brokers.values()
-print(",".join(f"{b.host}:{b.port}" for b in brokers), flush=True)
+import ctypes, sys, confluent_kafka
+path = next(line.split()[-1] for line in open("/proc/self/maps") if "librdkafka" in line)
+rdkafka = ctypes.CDLL(path)
+pointer = ctypes.c_void_p
+for name in ("conf_new", "new", "mock_cluster_new"):
+    getattr(rdkafka, "rd_kafka_" + name).restype = pointer
+rdkafka.rd_kafka_mock_cluster_bootstraps.restype = ctypes.c_char_p
+client = rdkafka.rd_kafka_new(0, pointer(rdkafka.rd_kafka_conf_new()), ctypes.create_string_buffer(99), 99)
+cluster = pointer(rdkafka.rd_kafka_mock_cluster_new(pointer(client), 3))
+rdkafka.rd_kafka_mock_group_initial_rebalance_delay_ms(cluster, 300)
+print(rdkafka.rd_kafka_mock_cluster_bootstraps(cluster).decode(), flush=True)
 sys.stdin.read()
 """
 

@@ -31,6 +31,21 @@ class Mem0Route:
         self.pattern = re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path.replace("*", ".*")))
 
 
+NO_PROFILES = "Undertow has no profiles. Search finds a user's episodes and facts."
+# what mem0 has and Undertow has not: what to use instead
+ABSENT = {
+    "/v1/exports/*": "Undertow has no exports by a schema. GET /v1/tenants/TENANT/export has all.",
+    "/v1/summary/": "Undertow has no summaries. POST /v1/tenants/TENANT/answer answers questions.",
+    "/v2/profiles/*": NO_PROFILES,
+    "/v2/entities/*/profile/": NO_PROFILES,
+    "/v1/feedback/": "Undertow has no feedback on single memories. Reword or delete what is wrong.",
+    "/api/v1/webhooks/*": "Undertow has no webhooks. GET /v1/tenants/TENANT/memories lists.",
+    "/api/v1/orgs/*": "Undertow has no projects and members. A key's tenants and scopes say who may what.",
+    "/reset": "Nothing deletes all users at once. DELETE /memories?user_id=... deletes one's.",
+    "/configure*": "Undertow is configured where it is started. docs/service.md says how.",
+    "/entities*": "GET /v1/tenants lists them, and DELETE /v1/tenants/TENANT erases one.",
+    "/v1/event*": "Undertow has no events. What is added is found when the response arrives.",
+}
 ROUTES = (
     Mem0Route("GET", "/v1/ping/", methods.ping),
     Mem0Route("POST", "/v3/memories/add/", methods.add),
@@ -45,25 +60,6 @@ ROUTES = (
     Mem0Route("DELETE", "/v1/batch/", methods.batch_delete),
     Mem0Route("GET", "/v1/entities/", methods.users),
     Mem0Route("DELETE", "/v2/entities/{type}/{name}/", methods.delete_user),
-    Mem0Route(
-        "", "/v1/exports/*", "Undertow has no exports by a schema. GET /v1/tenants/TENANT/export has all."
-    ),
-    Mem0Route(
-        "", "/v1/summary/", "Undertow has no summaries. POST /v1/tenants/TENANT/answer answers questions."
-    ),
-    Mem0Route("", "/v2/profiles/*", "Undertow has no profiles. Search finds a user's episodes and facts."),
-    Mem0Route(
-        "", "/v2/entities/*/profile/", "Undertow has no profiles. Search finds a user's episodes and facts."
-    ),
-    Mem0Route(
-        "", "/v1/feedback/", "Undertow has no feedback on single memories. Reword or delete what is wrong."
-    ),
-    Mem0Route("", "/api/v1/webhooks/*", "Undertow has no webhooks. GET /v1/tenants/TENANT/memories lists."),
-    Mem0Route(
-        "",
-        "/api/v1/orgs/*",
-        "Undertow has no projects and members. A key's tenants and scopes say who may what.",
-    ),
     Mem0Route("POST", "/memories", methods.add),
     Mem0Route("GET", "/memories", own_server.get_all),
     Mem0Route("DELETE", "/memories", methods.delete_all),
@@ -72,10 +68,7 @@ ROUTES = (
     Mem0Route("DELETE", "/memories/{id}", methods.delete),
     Mem0Route("GET", "/memories/{id}/history", methods.history),
     Mem0Route("POST", "/search", own_server.search),
-    Mem0Route("", "/reset", "Nothing deletes all users at once. DELETE /memories?user_id=... deletes one's."),
-    Mem0Route("", "/configure*", "Undertow is configured where it is started. docs/service.md says how."),
-    Mem0Route("", "/entities*", "GET /v1/tenants lists them, and DELETE /v1/tenants/TENANT erases one."),
-    Mem0Route("", "/v1/event*", "Undertow has no events. What is added is found when the response arrives."),
+    *(Mem0Route("", path, why) for path, why in ABSENT.items()),
 )
 
 
