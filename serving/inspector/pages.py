@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
@@ -52,10 +53,12 @@ class Pages:
         self.service, self.sender, self.call = service, sender, service.memories.call
         self._signed_in = COOKIE in request.cookies
 
-    def show(self, name: str, title: str, **values: Any) -> Response:
+    async def show(self, name: str, title: str, tenant: str = "", **values: Any) -> Response:
+        """Rendered beside the event loop, in the tenant's turn: what is shown may be long."""
         health = self.sender.may(Scope.ADMIN, None)
         own = {"title": title, "signed_in": self._signed_in, "sees_health": health}
-        return HTMLResponse(page(name, **own, sender=self.sender, **values))
+        shown = partial(page, name, sender=self.sender, tenant=tenant, **own, **values)
+        return HTMLResponse(await self.service.turns.aside(tenant, shown))
 
     async def turns(self, tenant: str, seqs: Sequence[int]) -> list[tuple[int, Report | None]]:
         """The turns at some records; None for one that is deleted."""
@@ -76,7 +79,7 @@ async def start(pages: Shown, after: str = "") -> Response:
     if Scope.ADMIN in pages.sender.scopes:
         names = await covered_names(pages.service, pages.sender, "", NAMES_A_PAGE, after)
         more = names[-1] if len(names) == NAMES_A_PAGE else None
-    return pages.show("start", "Tenants", names=names, after=after, more=more)
+    return await pages.show("start", "Tenants", names=names, after=after, more=more)
 
 
 @router.post(SIGN_IN)
@@ -118,7 +121,7 @@ async def timeline(pages: Shown, tenant: Tenant, after: Annotated[int, Query(ge=
     more = lines[-1]["seq"] if len(explained) > TURNS_A_PAGE else None
     given = {"lines": lines, "stats": stats, "policy": policy, "usage": usage, "after": after, "more": more}
     newest = max(-1, stats["turns"] - TURNS_A_PAGE - 1)
-    return pages.show("timeline", f"Timeline of {tenant}", tenant=tenant, newest=newest, **given)
+    return await pages.show("timeline", f"Timeline of {tenant}", tenant=tenant, newest=newest, **given)
 
 
 @router.get(ONE + "/memories/{memory_id}")
@@ -135,7 +138,7 @@ async def memory(pages: Shown, tenant: Tenant, memory_id: MemoryId) -> Response:
     sources = await pages.turns(tenant, seqs[:MOST_SOURCES])
     given = {"memory": newest, "versions": versions, "older": len(history) - len(versions)}
     given |= {"sources": sources, "others": seqs[MOST_SOURCES:], "lines": lines}
-    return pages.show("memory", f"{newest['kind']} {memory_id[:8]}", tenant=tenant, **given)
+    return await pages.show("memory", f"{newest['kind']} {memory_id[:8]}", tenant=tenant, **given)
 
 
 @router.get(ONE + "/search")
@@ -158,7 +161,7 @@ async def search(
         await pages.call(calls.TenantStatsQuery(tenant))
     places = [views.places(found.ranked()) if found else {} for found in (hybrid, dense)]
     given = {"q": q, "k": k, "since": since, "until": until, "hybrid": hybrid, "dense": dense}
-    return pages.show("search", f"Search in {tenant}", tenant=tenant, places=places, **given)
+    return await pages.show("search", f"Search in {tenant}", tenant=tenant, places=places, **given)
 
 
 @router.get(ROOT + "/health")
@@ -168,5 +171,5 @@ async def health(pages: Shown, spend: bool = False) -> Response:
     service = pages.service
     shards, (_, llm) = await service.memories.status(), await service.readiness.look()
     usage: Any = await pages.call(calls.UsageQuery()) if spend else None
-    left = await service.budgets.left(pages.sender)
-    return pages.show("health", "Health", shards=shards, usage=usage, llm=llm, left=left, load=service.load)
+    given = {"usage": usage, "left": await service.budgets.left(pages.sender), "load": service.load}
+    return await pages.show("health", "Health", shards=shards, llm=llm, **given)

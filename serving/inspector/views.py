@@ -21,6 +21,7 @@ STYLE = (files("undertow.serving.inspector") / "style.css").read_bytes()
 WORDS = re.compile(r"\s+|\S+")
 # Comparing takes up to the product of both lengths.
 MOST_COMPARED_WORDS = 2_000
+MOST_CHARS = 100_000
 MOST_VERSIONS = 20
 
 
@@ -70,10 +71,10 @@ def versions(history: Sequence[Report]) -> list[Report]:
 
 
 def difference(before: str, after: str) -> list[tuple[str, str]]:
-    """The words of both texts in order: "same", "gone" or "new". Long texts are not compared."""
-    old, new = WORDS.findall(before), WORDS.findall(after)
+    """The words of both texts in order: "same", "gone" or "new". Long ones are cut, and not compared."""
+    old, new = WORDS.findall(before[:MOST_CHARS]), WORDS.findall(after[:MOST_CHARS])
     if not old or max(len(old), len(new)) > MOST_COMPARED_WORDS:
-        return [("same", after)]
+        return [("same", "".join(new))]
     pieces: list[tuple[str, str]] = []
     for operation, a, b, c, d in SequenceMatcher(None, old, new).get_opcodes():
         if operation == "equal":

@@ -75,7 +75,8 @@ async function tabTo(page, wanted, typed = "") {
 
 async function byKeyboard() {
   const page = await opened(1280, "light");
-  await page.keyboard.type(key); // the field has the focus
+  await page.waitForSelector("#key:focus"); // nobody has to look for the field
+  await page.keyboard.type(key);
   await Promise.all([page.waitForNavigation(), page.keyboard.press("Enter")]);
   await tabTo(page, tenant);
   await tabTo(page, "Search");
