@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
@@ -337,6 +338,23 @@ class Client:
     def usage(self, tenant: str | None = None) -> dict[str, Any]:
         """LLM calls and tokens by operation, of a tenant or of the whole service."""
         return self._document(reading(_path(tenant, "usage")))
+
+    def events(
+        self, tenant: str, *, after: str | None = None, follow: bool = True, include_text: bool = False
+    ) -> Iterator[dict[str, Any]]:
+        """What happens to a tenant's memories, in order, from the beginning or behind the event id `after`.
+
+        It waits for more if `follow`, until the service ends the stream, after some minutes at the latest: go
+        on with the last event's id.
+        """
+        query = {"follow": None if follow else False, "include_text": include_text or None}
+        call = reading(of_tenant(tenant, "events"), **query)
+        if after is not None:
+            call = replace(call, headers=(("last-event-id", after),))
+        with self._transport.open(call) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    yield answers.document(line.removeprefix("data: "))
 
     # --- the service ---
 

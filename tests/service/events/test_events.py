@@ -21,7 +21,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from standardwebhooks import Webhook as Verifier
 
+from undertow.engine.base.model import UndertowError
 from undertow.serving.auth.principal import Scope
+from undertow.serving.client import Client
 from undertow.serving.events import feed, sender, webhooks
 from undertow.serving.events.sender import Sender, Undelivered, is_public
 from undertow.serving.http.routes import events as routes
@@ -340,3 +342,16 @@ def test_the_checked_address_is_connected_to_and_tls_verifies_the_name(
             post_to(found, port, [ip_network("127.0.0.1")], trust)
         assert [s.headers["host"] for s in receiver.seen] == [f"hook.example:{port}"] * is_taken
         assert found == [["10.0.0.1"]]
+
+
+def test_the_client_reads_on_behind_an_event(running: Running, client: httpx2.Client) -> None:
+    ids = add(client, "read", "the boat is blue", "the garden is large")
+    with Client(running.url, running.key(Scope.READ, tenants=("read",))) as reader:
+        told = list(reader.events("read", follow=False, include_text=True))
+        assert [e["memory_id"] for e in told] == ids and told[0]["text"].startswith("user: the boat")
+        follows = reader.events("read", after=told[0]["id"])
+        assert next(follows)["id"] == told[1]["id"]
+        (third,) = add(client, "read", "the cat is new")
+        assert next(follows)["memory_id"] == third
+        with pytest.raises(UndertowError, match="scope read"):
+            next(reader.events("other"))
