@@ -16,9 +16,10 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from undertow.serving.auth.authenticator import is_loopback
 from undertow.serving.http.middleware.body_limits import bounded, read_all, replayed
 from undertow.serving.http.middleware.front import undecoded_path
-from undertow.serving.http.middleware.guard import HOST, is_loopback, key_text
+from undertow.serving.http.middleware.guard import HOST, key_text
 from undertow.serving.http.problems import MEDIA_TYPE, Problem
 from undertow.serving.inspector.sessions import Sessions
 from undertow.serving.inspector.views import STYLE, page

@@ -50,7 +50,7 @@ def test_every_route_needs_a_key(running: Running) -> None:
     asked = routes(running)
     assert len(asked) >= 24
     for method, path, _ in asked:
-        where = path.format(tenant="ann", memory_id="m", job_id="j")
+        where = path.format(tenant="ann", memory_id="m", job_id="j", webhook_id="w")
         if path in OPEN:
             assert client.request(method, where).status_code == 200
             continue
@@ -70,7 +70,7 @@ def test_every_route_needs_its_scope(running: Running) -> None:
         lacking = running.client(*others)
         elsewhere = running.client(access.scope, tenants=("bob",))
         for tenant in ("ann", "nobody"):
-            where = path.format(tenant=tenant, memory_id="m", job_id="j")
+            where = path.format(tenant=tenant, memory_id="m", job_id="j", webhook_id="w")
             refused = is_problem(lacking.request(method, where, content=b"not read"), 403, "forbidden")
             assert f"the scope {access.scope.value} for" in refused["detail"]
             if access.reaches is not TenantAccess.ANY:
