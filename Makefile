@@ -19,6 +19,7 @@ NO_VENV := The venv module is missing: on Debian, apt-get install python3-venv
 SETUP := $(VENV)/.stamp
 SETUP_VLLM := $(VLLM_VENV)/.stamp
 SETUP_GPU := $(VENV)/.stamp-gpu
+SETUP_PEERS := $(PEERS_VENV)/.stamp
 # what tests run under Node.js; without it those tests are skipped, but on CI
 NODE_PACKAGES := serving/client/typescript tests/service/inspector
 SETUP_NODE := $(NODE_PACKAGES:%=%/node_modules/.stamp)
@@ -160,12 +161,12 @@ $(SETUP): pyproject.toml constraints.txt
 	@$(VENV)/bin/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@
 
-# faiss-cpu and faiss-gpu are the same module: side by side they overwrite each other's files
 %/node_modules/.stamp: %/package-lock.json
 	$(call say,npm packages of $*)
 	@npm ci --prefix $* --ignore-scripts --no-audit --no-fund --loglevel=error && touch $@ || test -z "$$CI" \
 		|| $(call hint,Node.js 20 or newer is needed for the tests.)
 
+# faiss-cpu and faiss-gpu are the same module: side by side they overwrite each other's files
 $(SETUP_GPU): $(SETUP)
 	$(call say,installing packages for CUDA 13)
 	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev,gpu]' | $(PROGRESS) \

@@ -16,6 +16,8 @@ SYSTEM = "You are a friendly companion. What you remember of earlier talks:\n{me
 
 def main(tenant: str) -> None:
     settings = Settings()
+    if settings.llm_url is None:
+        sys.exit("Set UNDERTOW_LLM_URL to an OpenAI-compatible server, such as http://localhost:8000/v1.")
     assistant = OpenAI(base_url=settings.llm_url, api_key="none")
     model = settings.llm_model or assistant.models.list().data[0].id
     session = datetime.now().isoformat(timespec="seconds")

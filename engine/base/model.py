@@ -209,7 +209,8 @@ class UnknownMemory(UndertowError):
 def unknown_memory(memory_id: str, tenant: str | None = None) -> UnknownMemory:
     """The error for an unknown id, optionally of a tenant."""
     whose = "" if tenant is None else f" of {tenant!r}"
-    return UnknownMemory(f"no memory{whose} has the id {memory_id}. `undertow list` shows the ids.")
+    cure = "`undertow list --json` shows the whole ids"
+    return UnknownMemory(f"no memory{whose} has the id {memory_id}: {cure}.")
 
 
 class NoLLM(UndertowError):

@@ -60,7 +60,7 @@ class LineParser:
             turns = tuple(map(pack_turn, self._turns(line, raw)))
         except BadField as bad:
             return PackedRecord(line, errors=(bad.at(self.source, line),))
-        return PackedRecord(line, turns, (), self._unknown_names(raw))
+        return PackedRecord(line, turns, (), self._unknown_names(line, raw))
 
     def _plain_exchange(self, line: int, raw: Any) -> PackedTurn | None:
         """The turn of a line with a question and its answer in plain text, if there is nothing to refuse.
@@ -123,7 +123,7 @@ class LineParser:
             turns.append(Turn(tenant, pair, turn_key, session, own_time(pair) or line_time, metadata or {}))
         return tuple(turns)
 
-    def _unknown_names(self, raw: Any) -> tuple[str, ...]:
+    def _unknown_names(self, line: int, raw: Any) -> tuple[str, ...]:
         """One warning for each unknown field and role not yet named in this file."""
         unknown: list[str] = []
         if not LINE_FIELDS.issuperset(raw):
@@ -133,17 +133,17 @@ class LineParser:
                 unknown += [_unknown_field(n, "messages[].") for n in message if n not in MESSAGE_FIELDS]
             if message["role"] not in ROLES:
                 unknown.append(f"role {message['role']!r:.80} is not known and is taken as a speaker's name")
-        return self._name_once(unknown) if unknown else ()
+        return self._name_once(line, unknown) if unknown else ()
 
     def knows(self, fields: Iterable[str], message_fields: Iterable[str]) -> bool:
         """Whether no warning is due about these fields of lines and of their messages."""
         unknown = {_unknown_field(name, "messages[].") for name in set(message_fields) - MESSAGE_FIELDS}
         return unknown | set(map(_unknown_field, set(fields) - LINE_FIELDS)) <= self._named
 
-    def _name_once(self, unknown: Iterable[str]) -> tuple[str, ...]:
+    def _name_once(self, line: int, unknown: Iterable[str]) -> tuple[str, ...]:
         fresh = sorted(set(unknown) - self._named)[: MAX_NAMED - len(self._named)]
         self._named.update(fresh)
-        return tuple(f"{self.source}: {what}" for what in fresh)
+        return tuple(f"{self.source}:{line}: {what}" for what in fresh)
 
 
 def _unknown_field(name: str, within: str = "") -> str:

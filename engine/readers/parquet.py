@@ -25,7 +25,7 @@ _BATCH_ROWS = 4_096
 _Row = dict[str, Any] | ValueError | OverflowError
 _JSON_COLUMNS = ("messages", "metadata")
 # Columns of an export that an import makes anew (engine/api/transfer/arrow.py).
-_MADE_ANEW = frozenset({"id", "seq"})
+_MADE_ANEW = frozenset({"id", "seq", "timestamp_from"})
 
 
 def parquet_blocks(

@@ -99,7 +99,7 @@ class TurnBlock:
 
 
 # The default cure: the other lines of the file are read anyway.
-READ_ON = "Correct it; the rest is read as it is."
+READ_ON = "Correct it; nothing of this record is stored."
 
 
 class BadField(ValueError):

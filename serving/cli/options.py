@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import typer
 from typer.models import OptionInfo
@@ -31,7 +32,12 @@ def location_of(text: str) -> Location:
 
 def place_of(text: str) -> Location:
     """As `location_of`, or the address of a service."""
-    return ServiceUrl(text.rstrip("/")) if text.startswith(SCHEMES) else location_of(text)
+    if not text.startswith(SCHEMES):
+        return location_of(text)
+    address = urlsplit(text)
+    if not address.hostname or address.username is not None:
+        raise WrongUsage("--store: a service is http://HOST:PORT, and its key goes into UNDERTOW_API_KEY.")
+    return ServiceUrl(text.rstrip("/"))
 
 
 def store_option(
@@ -58,12 +64,10 @@ InTenant = Annotated[
     str | None,
     typer.Option("--tenant", help="Only if this tenant has it. A cluster then asks one shard, not all."),
 ]
-MemoryId = Annotated[
-    str,
-    typer.Argument(
-        metavar="ID", help="Of a turn, an episode or a fact; to look, its first four characters do."
-    ),
+ShownId = Annotated[
+    str, typer.Argument(metavar="ID", help="Of a turn, an episode or a fact, or its first four characters.")
 ]
+MemoryId = Annotated[str, typer.Argument(metavar="ID", help="Of a turn, an episode or a fact: the whole id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output and nothing else.")]
 Llm = Annotated[
     str | None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from undertow.engine.base.results import Report
 from undertow.engine.storage.location import Location
-from undertow.serving.cli.errors import WrongUsage
+from undertow.serving.cli.errors import WrongUsage, wrong_usage
 
 if TYPE_CHECKING:
     from undertow.serving.client import Client
@@ -29,11 +29,18 @@ class ServiceUrl(Location):
 
 @contextmanager
 def client_of(service: ServiceUrl) -> Iterator[Client]:
-    """A client with the key in UNDERTOW_API_KEY."""
-    from undertow.serving.client import Client, Retries
+    """A client with the key in UNDERTOW_API_KEY. WrongUsage: the service wants another one."""
+    from undertow.serving.client import AuthError, Client, Retries
 
-    with Client(service.uri, os.environ.get(KEY_VARIABLE), retries=Retries(PATIENCE_S)) as client:
-        yield client
+    with wrong_usage(f"{KEY_VARIABLE}:"):
+        client = Client(service.uri, os.environ.get(KEY_VARIABLE) or None, retries=Retries(PATIENCE_S))
+    with client:
+        try:
+            yield client
+        except AuthError:
+            what = "refuses this key" if os.environ.get(KEY_VARIABLE) else "wants a key"
+            cure = "`undertow keys create` makes one where the service runs"
+            raise WrongUsage(f"{service} {what}: set {KEY_VARIABLE}; {cure}.") from None
 
 
 def hit_report(hit: Hit) -> Report:
@@ -41,7 +48,11 @@ def hit_report(hit: Hit) -> Report:
 
 
 class ServedReports:
-    """What commands read of `Reports`, from a service. Records have the same fields."""
+    """What commands read of `Reports`, from a service.
+
+    Lists are of an export, so that their records have the same fields; those of `get` and `history` are
+    the service's.
+    """
 
     def __init__(self, client: Client, tenant: str | None = None) -> None:
         """`tenant`: whose memories `get` and `history` look for."""

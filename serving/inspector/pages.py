@@ -108,8 +108,13 @@ async def open_tenant(tenant: str) -> Response:
 
 @router.get(ONE)
 @Access(Scope.READ)
-async def timeline(pages: Shown, tenant: Tenant, after: Annotated[int, Query(ge=-1, le=2**53)] = -1) -> Any:
+async def timeline(
+    pages: Shown, tenant: Tenant, after: Annotated[int, Query(ge=-1, le=2**53)] = -1, newest: bool = False
+) -> Any:
     """A tenant's turns in order, with what was decided for each and why."""
+    if newest:
+        last = await pages.call(calls.ExplainQuery(tenant, -TURNS_A_PAGE))
+        return RedirectResponse(f"{at(tenant)}?after={last[0]['seq'] - 1 if last else -1}", 303)
     explained, turns, stats, policy, usage = await asyncio.gather(
         pages.call(calls.ExplainQuery(tenant, TURNS_A_PAGE + 1, after)),
         pages.call(calls.ListQuery(tenant, ("turn",), limit=TURNS_A_PAGE, after=after_record(after))),
@@ -120,8 +125,7 @@ async def timeline(pages: Shown, tenant: Tenant, after: Annotated[int, Query(ge=
     lines = views.timeline(explained[:TURNS_A_PAGE], turns.items, policy["policy"])
     more = lines[-1]["seq"] if len(explained) > TURNS_A_PAGE else None
     given = {"lines": lines, "stats": stats, "policy": policy, "usage": usage, "after": after, "more": more}
-    newest = max(-1, stats["turns"] - TURNS_A_PAGE - 1)
-    return await pages.show("timeline", f"Timeline of {tenant}", tenant=tenant, newest=newest, **given)
+    return await pages.show("timeline", f"Timeline of {tenant}", tenant=tenant, **given)
 
 
 @router.get(ONE + "/memories/{memory_id}")

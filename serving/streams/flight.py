@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Semaphore
+from threading import Lock, Semaphore, Thread
 from typing import Any, Protocol
 
 import orjson
@@ -25,7 +26,8 @@ from undertow.serving.streams.consumer import STORE_IS_FULL
 log = logging.getLogger(__name__)
 
 MOST_BATCH_BYTES = 64 << 20
-MOST_CALLS = 64
+MOST_CALLS, MOST_CALLS_OF_A_KEY = 64, 16
+STOP_S = 5.0
 BEARER = "Bearer "
 KEY = "key"
 
@@ -68,11 +70,17 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
         except (OSError, pa.ArrowException) as error:
             raise UndertowError(f"cannot listen at {location}: {error}") from None
 
-    def stop(self) -> None:
-        """Finish the batches under way, and refuse later ones."""
+    def stop(self) -> bool:
+        """Finish the batches under way, and refuse later ones. False: a silent client keeps its call open.
+
+        The process of such a call has to end without waiting for it, as gRPC would.
+        """
         self._stopping = True
-        self.shutdown()
+        ending = Thread(target=self.shutdown, daemon=True)
+        ending.start()
+        ending.join(STOP_S)
         self.storing.shutdown()
+        return not ending.is_alive()
 
     def do_put(
         self,
@@ -92,10 +100,10 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
         with self._one_call(), _told():
             encoder = self._store.store_encoder
             for turns in turns_of_rows(_bounded(reader), place or None, self._max_message_bytes, encoder):
-                if key is not None:
-                    key.check(pc.unique(turns.column("tenant")).to_pylist())
                 if self._stopping:
                     raise flight.FlightUnavailableError("the server stops. Send the rest again later.")
+                if key is not None:
+                    key.check(pc.unique(turns.column("tenant")).to_pylist())
                 done = self.storing.submit(self._store.add_turns, [turns]).result()
                 writer.write(orjson.dumps(done))
 
@@ -137,33 +145,57 @@ def _told() -> Iterator[None]:
 
 
 class _Key(flight.ServerMiddleware):  # type: ignore[misc]
-    """The holder of the key that a call came with."""
+    """The key that a call came with. It is checked for each batch, as a call may outlive it."""
 
-    def __init__(self, holder: Principal) -> None:
-        self._holder = holder
+    def __init__(self, check: _KeyCheck, text: str) -> None:
+        self._check, self._text = check, text
+        self._id = check.holder(text).key_id
+        check.begin(self._id)
 
     def check(self, tenants: list[str]) -> None:
-        if not all(self._holder.may(Scope.WRITE, tenant) for tenant in tenants):
+        """Count a batch of these tenants, or refuse it."""
+        holder = self._check.holder(self._text)
+        if not all(holder.may(Scope.WRITE, tenant) for tenant in tenants):
             raise flight.FlightUnauthorizedError(
                 "this key may not write to every tenant of the batch, and nothing of it was stored. "
                 "Ask for a key with the scope write for them."
             )
+        if wait_s := self._check.rates.take(holder):
+            raise flight.FlightUnavailableError(f"this key's rate is used up. Try again in {wait_s:.1f} s.")
+
+    def call_completed(self, exception: Exception | None) -> None:
+        self._check.end(self._id)
 
 
 class _KeyCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Refuses calls without a key, and those above the key's rate."""
+    """Refuses calls without a key that may write, and too many of one key."""
 
     def __init__(self, keys: Authenticator) -> None:
-        self._keys, self._rates = keys, RequestRates()
+        self._keys, self.rates = keys, RequestRates()
+        self._calls, self._counting = Counter[str](), Lock()
 
     def start_call(self, info: flight.CallInfo, headers: dict[str, list[Any]]) -> _Key:
         (given, *_) = headers.get("authorization") or [""]
         if not isinstance(given, str) or not given.startswith(BEARER):
             raise flight.FlightUnauthenticatedError("send the header `authorization: Bearer KEY`.")
+        return _Key(self, given.removeprefix(BEARER))
+
+    def holder(self, text: str) -> Principal:
+        """Who has this key now, which must be one that may write."""
         try:
-            holder = self._keys.check(given.removeprefix(BEARER))
+            holder = self._keys.check(text)
         except KeyRefused as refusal:
             raise flight.FlightUnauthenticatedError(str(refusal)) from None
-        if wait_s := self._rates.take(holder):
-            raise flight.FlightUnavailableError(f"this key's rate is used up. Try again in {wait_s:.1f} s.")
-        return _Key(holder)
+        if Scope.WRITE not in holder.scopes:
+            raise flight.FlightUnauthorizedError("this key lacks the scope write. Ask for a key that has it.")
+        return holder
+
+    def begin(self, key_id: str) -> None:
+        with self._counting:
+            if self._calls[key_id] >= MOST_CALLS_OF_A_KEY:
+                raise flight.FlightUnavailableError(f"{MOST_CALLS_OF_A_KEY} calls of this key are under way.")
+            self._calls[key_id] += 1
+
+    def end(self, key_id: str) -> None:
+        with self._counting:
+            self._calls[key_id] -= 1

@@ -70,6 +70,9 @@ def test_tenants_memories_searches_answers_and_counts(
 
 def test_what_a_service_cannot_do_is_refused_in_words(service: Running) -> None:
     url = service.url
+    for bad in ("http://", "http://user:secret@localhost:1"):
+        done = run("list", "--store", bad)
+        assert done.code == 2 and "UNDERTOW_API_KEY" in done.err and "secret" not in done.err
     refused = {
         ("list",): "key",
         ("list", "--tenant", "nobody"): "no memories here",

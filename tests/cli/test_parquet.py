@@ -24,7 +24,7 @@ def test_all_tenants_go_through_parquet_into_a_store_with_the_same_memories(
         assert len(rows) == len(records)
         for row, record in zip(rows, records, strict=True):
             told = row.keys() & record.keys() - {"messages", "metadata"}
-            assert row.keys() - told <= {"messages", "metadata", "idempotency_key"}
+            assert row.keys() - told <= {"messages", "metadata", "idempotency_key", "timestamp_from"}
             assert {name: row[name] for name in told} == {name: record[name] for name in told}
 
     other = tmp_path / "other"
@@ -55,5 +55,7 @@ def test_one_tenant_can_be_written_and_without_parquet_it_must_be_named(built: P
     assert (unwritable.code, str(tmp_path / "file") in unwritable.err) == (1, True)
     nobody = run("export", "--store", built, "--tenant", "nobody", "--parquet", tmp_path / "none")
     assert (nobody.code, "nobody" in nobody.err, list(tmp_path.glob("none/*.parquet"))) == (1, True, [])
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"turns.parquet", "memories.parquet"}
+    assert not list((tmp_path / "none").iterdir()), "what was begun is gone"
     unnamed = run("export", "--store", built)
     assert (unnamed.code, "--tenant" in unnamed.err and "--parquet" in unnamed.err) == (2, True)

@@ -9,9 +9,16 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from undertow.serving.http.routes import add_batches
 from undertow.serving.http.state_db import StateDb
 
 from ..support.service.http import Running, serving
+
+
+@pytest.fixture(autouse=True)
+def one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When turns without a time arrive: the mock LLM's replies depend on every word of a prompt."""
+    monkeypatch.setattr(add_batches, "utc_now", lambda: "2026-11-27T08:00:00+00:00")
 
 
 @pytest.fixture(scope="module")

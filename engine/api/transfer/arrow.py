@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 
 import orjson
 import pyarrow as pa
@@ -26,6 +28,7 @@ SCHEMAS: Mapping[str, pa.Schema] = {
             ("tenant", pa.string()),
             ("session", pa.string()),
             ("timestamp", pa.string()),
+            ("timestamp_from", pa.string()),
             ("messages", pa.list_(_MESSAGE)),
             ("metadata", pa.string()),
             ("idempotency_key", pa.string()),
@@ -79,12 +82,15 @@ def export_parquet(
 ) -> dict[str, int]:
     """Write the exports of some tenants as turns.parquet and memories.parquet; how many rows each has.
 
-    The columns are those of `export_tables`. Files appear once they are whole. OSError.
+    The columns are those of `export_tables`; all exports have vectors, or none. Files appear once they are
+    whole. OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows: dict[str, int] = dict.fromkeys(SCHEMAS, 0)
-    parts = {name: folder / f".{name}.parquet.part" for name in SCHEMAS}
+    made = Path(mkdtemp(prefix=".export-", dir=folder))
+    parts = {name: made / f"{name}.parquet" for name in SCHEMAS}
     with ExitStack() as files:
+        files.callback(rmtree, made, ignore_errors=True)
         writers: dict[str, pq.ParquetWriter] = {}
         for records in tenants:
             for name, batch in _batches(records, encoder):
@@ -92,10 +98,10 @@ def export_parquet(
                     writers[name] = files.enter_context(pq.ParquetWriter(parts[name], batch.schema))
                 writers[name].write_batch(batch)
                 rows[name] += batch.num_rows
-        for name in SCHEMAS.keys() - writers.keys():
-            files.enter_context(pq.ParquetWriter(parts[name], SCHEMAS[name]))
-    for name, part in parts.items():
-        part.rename(folder / f"{name}.parquet")
+        for name in SCHEMAS:
+            (writers.get(name) or pq.ParquetWriter(parts[name], SCHEMAS[name])).close()
+        for part in parts.values():
+            part.rename(folder / part.name)
     return rows
 
 

@@ -164,7 +164,7 @@ class Reports:
     def explain(self, tenant: str, *, limit: int | None = None, after_seq: int = -1) -> list[Report]:
         """One record a turn in seq order: what was decided, on what grounds, and what it made.
 
-        Of those behind record `after_seq`, the first `limit`; None: all.
+        Of those behind record `after_seq`, the first `limit`, or the last `-limit`; None: all.
 
         `consolidated_at_seq` is the log record that took the turn out of the gates by a merge or a
         fire (of a flush or a replay of a parked job too, the remaking after a deletion not). Where salient
@@ -191,7 +191,8 @@ class Reports:
         stated = [control_of(row) for row in rows if row.kind == "control"]
         records, in_force = [], thresholds_in_force(stated, decisions)
         seqs = sorted({row.seq for row in rows if row.kind == "turn"} | set(deleted))
-        for seq in [seq for seq in seqs if seq > after_seq][:limit]:
+        seqs = [seq for seq in seqs if seq > after_seq]
+        for seq in seqs[limit:] if limit is not None and limit < 0 else seqs[:limit]:
             undecided = Decision.PENDING if seq == cursor and seq in pending else Decision.UNDECIDED
             body = decisions.get(seq, {"decision": undecided.value})
             record = {**_explanation(seq, body, consolidated.get(seq)), "thresholds": in_force(seq)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import signal
 from collections.abc import Callable
@@ -177,12 +178,15 @@ def flight(
             threads=1 if is_engine(memory) else 32,
             certificate=pem,
         )
-        stack.callback(server.stop)
+        ended: list[bool] = []
+        stack.callback(lambda: ended.append(server.stop()))
         say(f"Ready on {scheme}://{host}:{server.port}, storing in {store}.")
         work = _work(memory)
         while not stopped.is_set():
             if not server.storing.submit(work).result():
                 stopped.wait(IDLE_S)
+    if not all(ended):
+        os._exit(Exit.DONE)  # everything is closed, and gRPC would wait for a silent client
 
 
 def _properties(config: Path | None) -> dict[str, str]:

@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from undertow.engine.base.model import AnswerMode, MemoryKind, UndertowError
+from undertow.engine.base.model import AnswerMode, MemoryKind, UndertowError, unknown_memory
 from undertow.engine.storage.location import Location
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.errors import Exit, WrongUsage, wrong_usage
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from undertow.engine.base.config import Settings
     from undertow.engine.base.results import Report
     from undertow.serving.cli.stores import AnyReports
-
-T = TypeVar("T")
 
 
 def moment(text: str) -> str | None:
@@ -99,7 +97,7 @@ def search(
     query: Annotated[str, typer.Argument(help="What to look for.")],
     tenant: opt.Tenant,
     store: opt.ReadStore,
-    k: Annotated[int | None, typer.Option("-k", min=1, max=1000, help="How many results.")] = None,
+    k: Annotated[int | None, typer.Option("-k", "--top-k", min=1, max=1000, help="How many results.")] = None,
     since: Since = None,
     until: Until = None,
     where: WhereOption = None,
@@ -321,7 +319,7 @@ def _short(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def get(
-    memory_id: opt.MemoryId, store: opt.ReadStore, tenant: opt.InTenant = None, as_json: opt.AsJson = False
+    memory_id: opt.ShownId, store: opt.ReadStore, tenant: opt.InTenant = None, as_json: opt.AsJson = False
 ) -> None:
     """Show one memory as it stands."""
     record = _of_any(store, tenant, memory_id, lambda reports, whole: reports.get(whole))
@@ -333,7 +331,7 @@ def get(
 
 
 def history(
-    memory_id: opt.MemoryId, store: opt.ReadStore, tenant: opt.InTenant = None, as_json: opt.AsJson = False
+    memory_id: opt.ShownId, store: opt.ReadStore, tenant: opt.InTenant = None, as_json: opt.AsJson = False
 ) -> None:
     """Show every version of one memory, oldest first."""
     records = _of_any(store, tenant, memory_id, lambda reports, whole: reports.history(whole))
@@ -341,7 +339,9 @@ def history(
     put_records(records, columns, title=f"History of {memory_id}", as_json=as_json)
 
 
-def _of_any(store: Location, tenant: str | None, memory_id: str, read: Callable[[AnyReports, str], T]) -> T:
+def _of_any(
+    store: Location, tenant: str | None, memory_id: str, read: Callable[[AnyReports, str], Any]
+) -> Any:
     """The first shard's answer about a memory, by its id or the beginning of it: neither tells its tenant.
 
     UndertowError: no shard has it; several ids begin so.
@@ -360,7 +360,11 @@ def _of_any(store: Location, tenant: str | None, memory_id: str, read: Callable[
             raise UndertowError(f"{memory_id!r:.80} is too short for an id: {more}.")
         for reports in shards:
             try:
-                return read(reports, memory_id)
+                found = read(reports, memory_id)
+                owner = (found[0] if isinstance(found, list) else found).get("tenant")
+                if tenant is None or owner in (None, tenant):  # a service has looked
+                    return found
+                refusal = unknown_memory(memory_id, tenant)
             except UndertowError as error:
                 refusal = error
     raise refusal
@@ -393,12 +397,25 @@ def export(
 
     with some_reports(store, tenant) as shards:
         exports = (
-            reports.export(record["tenant"], vectors=vectors)
+            _unless_gone(reports, owner["tenant"], vectors)
             for reports in shards
-            for record in ([{"tenant": tenant}] if tenant is not None else reports.tenant_sizes())
+            for owner in ([] if tenant else reports.tenant_sizes())
         )
+        if tenant is not None:
+            exports = (reports.export(tenant, vectors=vectors) for reports in shards)
         rows = export_parquet(exports, parquet, shards[0].encoder_digest if shards else None)
     put_json({"folder": str(parquet), **rows})
+
+
+def _unless_gone(reports: AnyReports, tenant: str, vectors: bool) -> Iterator[Report]:
+    """The export of a tenant that is among others; of one erased meanwhile a line on standard error."""
+    from undertow.engine.tenants.catalog import UnknownTenant
+    from undertow.serving.client import NotFound
+
+    try:
+        yield from reports.export(tenant, vectors=vectors)
+    except (UnknownTenant, NotFound):
+        say(f"{tenant!r:.80} was erased meanwhile: it is left out.")
 
 
 def stats(

@@ -186,7 +186,7 @@ def test_both_faces_see_the_same_memories(clients: Clients, client: httpx2.Clien
 def test_an_episode_keeps_its_id_and_its_history(clients: Clients, client: httpx2.Client) -> None:
     theirs = clients()
     for _ in range(6):
-        added(theirs, "the boat sails", user_id="epi")
+        added(theirs, "the boat sails", user_id="epi", timestamp=1770000003)
     assert client.post(at("epi", "/flush")).json() == {"decided": True}
     listed = theirs.get_all(filters={"user_id": "epi"})["results"]
     (episode,) = (memory for memory in listed if memory["kind"] == "episode")

@@ -9,6 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from undertow.engine.api.message_turns import utc_now
 from undertow.engine.base.queries import TurnsByKeyQuery
 from undertow.serving.auth.principal import Scope
 from undertow.serving.http.routes import add_batches
@@ -49,6 +50,7 @@ def test_what_a_memory_is_called_on_the_wire(client: httpx2.Client) -> None:
 def test_without_a_timestamp_a_turn_has_the_time_of_its_arrival_and_says_so(
     client: httpx2.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(add_batches, "utc_now", utc_now)
     began = datetime.now(UTC).replace(microsecond=0)
     added(client, "ada", "the first", session_id="s", timestamp="2026-05-08")
     keyed = {"Idempotency-Key": "one"}

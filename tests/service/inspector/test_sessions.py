@@ -124,3 +124,12 @@ def test_versions_differ_by_words() -> None:
 def test_without_the_option_there_is_no_inspector(tmp_path: Path) -> None:
     with serving(tmp_path, extend=None) as running:
         assert running.client().get("/inspect").status_code == 404
+
+
+def test_the_newest_turns_are_shown_though_others_were_deleted(client: httpx2.Client) -> None:
+    items = [{"messages": said(f"tale number {n}")} for n in range(60)]
+    added = client.post(at("many", "/memories"), json={"items": items}).json()["items"]
+    for one in added[:30]:
+        client.delete(at("many", f"/memories/{one['results'][0]['id']}"))
+    shown = client.get(page("many"), params={"newest": "true"}, headers=PAGE, follow_redirects=True).text
+    assert "tale number 59" in shown and "tale number 25" not in shown

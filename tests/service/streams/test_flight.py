@@ -174,13 +174,37 @@ def test_a_key_writes_to_its_own_tenants_only_at_its_rate(store: FullStore, tmp_
                 put(url, table, key=key)
         assert store.engine.tenants.names() == []
         assert [a["new_turns"] for a in put(url, own, key=writer)] == [3]
-        assert [a["new_turns"] for a in put(url, own, key=slow)] == [3]
-        with pytest.raises(flight.FlightUnavailableError, match="rate"):
-            put(url, own, key=slow)
-        file.revoke(writer.split("_")[1])
+        with flight.connect(url) as client:
+            options = flight.FlightCallOptions(headers=[(b"authorization", f"Bearer {writer}".encode())])
+            descriptor = flight.FlightDescriptor.for_path()
+            calls = [client.do_put(descriptor, own.schema, options) for _ in range(16)]
+            for open_call, answers in calls:
+                open_call.write_table(own)
+                assert orjson.loads(answers.read().to_pybytes())["new_turns"] == 3
+            with pytest.raises(flight.FlightUnavailableError, match="16 calls of this key"):
+                put(url, own, key=writer)
+            assert [a["new_turns"] for a in put(url, own, key=slow)] == [3], "calls of others go on"
+            with pytest.raises(flight.FlightUnavailableError, match="rate"):
+                put(url, own, key=slow)
+            file.revoke(writer.split("_")[1])
+            with pytest.raises(flight.FlightUnauthenticatedError):
+                open_call.write_table(own)
+                assert answers.read() is None
+                open_call.close()
         with pytest.raises(flight.FlightUnauthenticatedError):
             put(url, own, key=writer)
     assert store.engine.tenants.names() == ["ada"]
+
+
+def test_sigterm_waits_for_no_silent_client(tmp_path: Path) -> None:
+    table = table_of(stream_of(1))
+    with serving(tmp_path / "c", tmp_path / "s") as running, flight.connect(address(running)) as client:
+        writer, answers = client.do_put(flight.FlightDescriptor.for_path(), table.schema)
+        writer.write_table(table)
+        assert orjson.loads(answers.read().to_pybytes())["new_turns"] == 3
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(30) == 0, running.err
+    assert turns_in(tmp_path / "s") == 3
 
 
 def test_tls_and_where_no_key_is_needed(store: FullStore, tmp_path: Path) -> None:

@@ -39,12 +39,12 @@ ABSENT = {
     "/v2/profiles/*": NO_PROFILES,
     "/v2/entities/*/profile/": NO_PROFILES,
     "/v1/feedback/": "Undertow has no feedback on single memories. Reword or delete what is wrong.",
-    "/api/v1/webhooks/*": "Undertow has no webhooks. GET /v1/tenants/TENANT/memories lists.",
+    "/api/v1/webhooks/*": "Undertow has no webhooks of this form. POST /v1/webhooks, as docs/events.md says.",
     "/api/v1/orgs/*": "Undertow has no projects and members. A key's tenants and scopes say who may what.",
     "/reset": "Nothing deletes all users at once. DELETE /memories?user_id=... deletes one's.",
     "/configure*": "Undertow is configured where it is started. docs/service.md says how.",
     "/entities*": "GET /v1/tenants lists them, and DELETE /v1/tenants/TENANT erases one.",
-    "/v1/event*": "Undertow has no events. What is added is found when the response arrives.",
+    "/v1/event*": "Nothing waits here. GET /v1/tenants/TENANT/events tells what happens.",
 }
 ROUTES = (
     Mem0Route("GET", "/v1/ping/", methods.ping),
