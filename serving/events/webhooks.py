@@ -118,7 +118,7 @@ class Webhooks:
         del self.known[webhook_id], self._tasks[webhook_id]
 
     def may_tell(self, hook: Webhook, events: Sequence[Report] = ()) -> bool:
-        """Whether the key that made it is in force, and may read these events. It reads a file. KeyFileError."""
+        """Whether the key that made it is in force and may read these events. Reads a file. KeyFileError."""
         if self._keys is None:
             return True
         key = self._keys.read().get(hook.key_id)
@@ -139,8 +139,10 @@ class Webhooks:
         return hook
 
     async def _end(self, webhook_id: str) -> None:
-        self._tasks[webhook_id].cancel()
-        await asyncio.gather(self._tasks[webhook_id], return_exceptions=True)
+        task = self._tasks[webhook_id]
+        while not task.done():  # a cancellation is lost where a call inside ends at the same moment
+            task.cancel()
+            await asyncio.wait([task], timeout=0.1)
 
     async def _save(self, hook: Webhook, statement: str) -> None:
         await self._run(lambda db: db.execute(statement, (hook.id, hook.model_dump_json())))

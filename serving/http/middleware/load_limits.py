@@ -89,7 +89,7 @@ class LoadLimits:
 
     @contextmanager
     def streaming(self, key_id: str, tenant: str) -> Iterator[None]:
-        """Around a stream of events, which lasts for minutes. Problem 429: too many, also of the key or tenant.
+        """Around a stream of events, for minutes. Problem 429: too many, also of the key or tenant.
 
         It has no share beside it, so that streams keep no other request of the tenant out.
         """

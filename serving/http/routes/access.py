@@ -58,8 +58,9 @@ class Access:
     `scope`: None for no key, on /health/* only. `once`: it accepts an Idempotency-Key, and keeps its
     response. `act`: its name in the audit log, if refused requests are logged there. `imports`: its body may
     be as large as an import. `long`: it may take as long as an LLM, or as the reader of the response.
-    `streams`: it goes on telling events, and is counted apart. `stores`: it stores turns, and a large body is not read where those
-    of the tenant wait for room. `direct`: it is called without FastAPI's dependency solver, see direct.py.
+    `streams`: it goes on telling events, and is counted apart. `stores`: it stores turns, and a large body is
+    not read where those of the tenant wait for room. `direct`: it is called without FastAPI's dependency
+    solver, see direct.py.
     """
 
     scope: Scope | None
