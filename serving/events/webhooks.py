@@ -69,20 +69,10 @@ class Webhook(Model):
 
 
 class Webhooks:
-    """All webhooks of a service. One that fails delays no other.
+    """All webhooks of a service. One that fails delays no other."""
 
-    `keys`: those that webhooks are made with; None: none are needed.
-    """
-
-    def __init__(
-        self,
-        memories: AsyncMemories,
-        feed: Feed,
-        sender: Sender,
-        metrics: HTTPMetrics,
-        keys: KeyFile | None = None,
-    ) -> None:
-        self._memories, self._feed, self.sender, self._keys = memories, feed, sender, keys
+    def __init__(self, memories: AsyncMemories, feed: Feed, sender: Sender, metrics: HTTPMetrics) -> None:
+        self._memories, self._feed, self.sender = memories, feed, sender
         self.changing = asyncio.Lock()
         """Held from the look at what is known to the end of `add`, `enable` or `remove`."""
         self._events = metrics.webhook_events
@@ -90,9 +80,9 @@ class Webhooks:
         self.known: dict[str, Webhook] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def start(self, run: Run, most_s: float) -> None:
+    async def start(self, run: Run, most_s: float, keys: KeyFile | None) -> None:
         """Go on where the last service ended. `run`: of the state database; `most_s`: of failure in a row."""
-        self._run, self.most_s = run, most_s
+        self._run, self.most_s, self._keys = run, most_s, keys
         for (body,) in await run(lambda db: db.execute("select body from webhooks").fetchall()):
             await self._launch(Webhook.model_validate_json(body))
 

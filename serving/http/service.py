@@ -72,7 +72,7 @@ class Service:
         self.metrics = HTTPMetrics()
         self.feed = Feed(memories)
         send = sender.Sender(self.settings.webhook_networks)
-        self.webhooks = webhooks.Webhooks(memories, self.feed, send, self.metrics, key_file)
+        self.webhooks = webhooks.Webhooks(memories, self.feed, send, self.metrics)
         self.answer_tokens: Callable[[AnswerMode | None], int] = partial(answer_tokens, engine)
         self.max_message_bytes = engine.max_message_bytes
 
