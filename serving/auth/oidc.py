@@ -39,6 +39,8 @@ LEEWAY_S = 30
 MOST_BYTES = 1 << 20
 MOST_UNKNOWN, MOST_KID_CHARS = 1_000, 200
 SCOPE_PREFIX = "undertow:"
+# how the ids of those begin who come with a token
+TOKEN_ID = "oidc-"
 # claims: the tenants of a token by name, by a prefix of their names, or all of them
 TENANTS, PREFIX, ALL = "undertow_tenants", "undertow_tenant_prefix", "undertow_all_tenants"
 
@@ -163,4 +165,6 @@ def _principal(claims: Mapping[str, Any], limits: KeyLimits) -> Principal:
     scopes = frozenset(scope for scope in Scope if f"{SCOPE_PREFIX}{scope}" in granted)
     # the subject may be a mail address, and ids are in logs
     subject = hashlib.sha256(f"{claims['iss']}\x1f{claims['sub']}".encode()).hexdigest()
-    return Principal(f"oidc-{subject[:16]}", "", TenantScope(tuple(names), prefix, every), scopes, limits)
+    return Principal(
+        f"{TOKEN_ID}{subject[:16]}", "", TenantScope(tuple(names), prefix, every), scopes, limits
+    )

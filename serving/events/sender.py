@@ -15,8 +15,10 @@ import time
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import Any
 
 import httpx2
 
@@ -43,8 +45,9 @@ class Sender:
 
     def __init__(self, networks: Sequence[IPv4Network | IPv6Network]) -> None:
         self._networks = networks
-        # threads of their own: a resolver that hangs takes none from others
-        self._threads = ThreadPoolExecutor(8, "resolve")
+        # threads of their own, twice as many as one key may have webhooks; a name that hangs takes one
+        self._threads = ThreadPoolExecutor(32, "resolve")
+        self._looking: dict[str, asyncio.Future[Any]] = {}
         # whose certificates are taken; made at the first delivery
         self.trust: ssl.SSLContext | None = None
 
@@ -89,10 +92,24 @@ class Sender:
             return response.status_code
 
     async def resolve(self, host: str) -> list[str]:
-        """The addresses of a host, in text, at least one. OSError."""
-        look = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
-        found = await asyncio.get_running_loop().run_in_executor(self._threads, look)
+        """The addresses of a host, in text, at least one. OSError. A name is looked up once at a time."""
+        with suppress(ValueError):
+            return [str(ip_address(host))]
+        if host not in self._looking:
+            look = partial(
+                socket.getaddrinfo, host, None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
+            )
+            looking = asyncio.get_running_loop().run_in_executor(self._threads, look)
+            self._looking[host] = looking
+            looking.add_done_callback(partial(self._looked, host))
+        # who gives up waiting does not end the lookup, and the next try waits for the same one
+        found = await asyncio.shield(self._looking[host])
         return [str(address[0]) for *_, address in found]
+
+    def _looked(self, host: str, done: asyncio.Future[Any]) -> None:
+        del self._looking[host]
+        if not done.cancelled():
+            done.exception()  # nobody may be waiting for it any more
 
 
 def signed(secret: str, message_id: str, body: bytes) -> dict[str, str]:

@@ -13,7 +13,7 @@ import secrets
 import sqlite3
 import time
 from base64 import b64encode
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -22,7 +22,10 @@ import orjson
 from pydantic import Field
 
 from undertow.engine.base.queries import EventsQuery
+from undertow.engine.base.results import Report
 from undertow.serving.async_memories import AsyncMemories
+from undertow.serving.auth.key_file import KeyFile, utc_now
+from undertow.serving.auth.principal import Scope
 from undertow.serving.client.results import Model
 from undertow.serving.events.feed import Feed
 from undertow.serving.events.sender import PREFIX, Sender, Undelivered
@@ -36,9 +39,12 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 3_600.0
 # a webhook that was not woken looks for itself
 LOOK_S = 60.0
 GONE = "HTTP 410"
+ENDED = "its key has ended"
 PRIVATE = {"secret", "key_id", "at"}
 SOUND: dict[str, Any] = {"attempts": 0, "failing_since": None, "error": None, "disabled_at": None}
-SAVE = "insert or replace into webhooks values (?, ?)"
+SAVE = "insert or replace into webhooks values (?1, ?2)"
+# by a task, which may be behind a deletion
+UPDATE = "update webhooks set body = ?2 where id = ?1"
 Run = Callable[[Callable[[sqlite3.Connection], Any]], Awaitable[Any]]
 
 
@@ -67,14 +73,16 @@ class Webhooks:
 
     def __init__(self, memories: AsyncMemories, feed: Feed, sender: Sender, metrics: HTTPMetrics) -> None:
         self._memories, self._feed, self.sender = memories, feed, sender
+        self.changing = asyncio.Lock()
+        """Held from the look at what is known to the end of `add`, `enable` or `remove`."""
         self._events = metrics.webhook_events
         metrics.webhook_lag.set_function(self._lag_s)
         self.known: dict[str, Webhook] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def start(self, run: Run, most_s: float) -> None:
+    async def start(self, run: Run, most_s: float, keys: KeyFile | None) -> None:
         """Go on where the last service ended. `run`: of the state database; `most_s`: of failure in a row."""
-        self._run, self.most_s = run, most_s
+        self._run, self.most_s, self._keys = run, most_s, keys
         for (body,) in await run(lambda db: db.execute("select body from webhooks").fetchall()):
             await self._launch(Webhook.model_validate_json(body))
 
@@ -99,21 +107,35 @@ class Webhooks:
         await self._run(lambda db: db.execute("delete from webhooks where id = ?", (webhook_id,)))
         del self.known[webhook_id], self._tasks[webhook_id]
 
+    def may_tell(self, hook: Webhook, events: Sequence[Report] = ()) -> bool:
+        """Whether the key that made it is in force and may read these events. Reads a file. KeyFileError."""
+        if self._keys is None:
+            return True
+        key = self._keys.read().get(hook.key_id)
+        if key is None or key.state(utc_now()) != "active" or not {Scope.ADMIN, Scope.READ} <= {*key.scopes}:
+            return False
+        if hook.tenant_keys is None:
+            return key.reach.all_tenants
+        # an erased tenant's name is unknown
+        return all(key.reach.covers(e["tenant"]) for e in events if e["tenant"] is not None)
+
     def _lag_s(self) -> float:
         since = [h.failing_since for h in self.known.values() if h.failing_since and not h.disabled_at]
         return time.time() - min(since) if since else 0.0
 
     async def _launch(self, hook: Webhook) -> Webhook:
-        await self._save(hook)
+        await self._save(hook, SAVE)
         self._tasks[hook.id] = asyncio.create_task(self._follow(hook))
         return hook
 
     async def _end(self, webhook_id: str) -> None:
-        self._tasks[webhook_id].cancel()
-        await asyncio.gather(self._tasks[webhook_id], return_exceptions=True)
+        task = self._tasks[webhook_id]
+        while not task.done():  # a cancellation is lost where a call inside ends at the same moment
+            task.cancel()
+            await asyncio.wait([task], timeout=0.1)
 
-    async def _save(self, hook: Webhook) -> None:
-        await self._run(lambda db: db.execute(SAVE, (hook.id, hook.model_dump_json())))
+    async def _save(self, hook: Webhook, statement: str) -> None:
+        await self._run(lambda db: db.execute(statement, (hook.id, hook.model_dump_json())))
         self.known[hook.id] = hook
 
     async def _follow(self, hook: Webhook) -> None:
@@ -143,13 +165,15 @@ class Webhooks:
             after = hook.model_copy(update={**SOUND, "at": at})
             if not told and not hook.attempts:
                 return after
-        await self._save(after)
+        await self._save(after, UPDATE)
         return after
 
     async def _tell(self, hook: Webhook, keys: frozenset[str] | None) -> tuple[int, dict[str, int]]:
         """Tell the next events: how many, and the cursor behind them. Undelivered."""
         pages = await self._memories.call(EventsQuery(hook.at, keys, BATCH, hook.include_text))
         if events := self._feed.named(pages):
+            if not await asyncio.to_thread(self.may_tell, hook, events):
+                raise Undelivered(ENDED)
             body = orjson.dumps({"type": "events", "data": events})
             message_id = f"{events[0]['id']}_{events[-1]['id']}"
             await self.sender.post(hook.url, hook.secret, message_id, body, hook.attempts)
@@ -159,7 +183,7 @@ class Webhooks:
     def _failed(self, hook: Webhook, error: str) -> Webhook:
         """After a failed attempt; disabled, if it was the last."""
         since = hook.failing_since or time.time()
-        ended = _now() if error == GONE or time.time() - since > self.most_s else None
+        ended = _now() if error in (GONE, ENDED) or time.time() - since > self.most_s else None
         changed = {"attempts": hook.attempts + 1, "failing_since": since, "error": error}
         return hook.model_copy(update={**changed, "disabled_at": ended})
 

@@ -64,7 +64,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Resumes open jobs and webhooks at the start; leaves them for the next service at the end."""
     service: Service = app.state.service
     await service.jobs.start(works(service))
-    await service.webhooks.start(service.state.run, service.settings.webhook_patience_s)
+    patience_s = service.settings.webhook_patience_s
+    await service.webhooks.start(service.state.run, patience_s, service.key_file)
     try:
         async with mcp_mounted(app, service.settings):
             yield

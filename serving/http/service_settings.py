@@ -57,11 +57,15 @@ class ServiceSettings(BaseSettings):
     # how long to keep jobs that ended, and responses to requests with an Idempotency-Key
     keep_s: float = Field(default=86_400.0, gt=0)
 
-    # streams of events, and how long one may last; webhooks, how long one may fail before it is disabled, and
-    # networks where they may go besides the public internet, at any port and without TLS
+    # streams of events, in all, of one tenant and with one key, which count among no other requests of these,
+    # and how long one may last; webhooks, in all and with one key, how long one may fail before it is
+    # disabled, and networks where they may go besides the public internet, at any port and without TLS
     max_streams: int = Field(default=64, ge=1)
+    max_tenant_streams: int = Field(default=8, ge=1)
+    max_key_streams: int = Field(default=4, ge=1)
     stream_s: float = Field(default=300.0, gt=0)
     max_webhooks: int = Field(default=256, ge=1)
+    max_key_webhooks: int = Field(default=16, ge=1)
     webhook_patience_s: float = Field(default=3 * 86_400.0, gt=0)
     webhook_networks: tuple[IPvAnyNetwork, ...] = ()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from undertow.serving.http.problems import CLOSE, Problem
@@ -26,6 +26,8 @@ OVERLOAD = Refusal("overload", "Too many requests are under way. Try again.")
 KEY_BUSY = Refusal("key-busy", "Too many requests with this key are under way. Wait for some.")
 TENANT_BUSY = Refusal("tenant-busy", "Too many requests for this tenant are under way. Wait for some.")
 LONG = Refusal("long", "Too many answers, flushes and exports are under way. Try again.", CLOSE)
+KEY_STREAMS = Refusal("streams", "As many streams of events as one key may have are open. End one.", CLOSE)
+TENANT_STREAMS = Refusal("streams", "Enough streams of this tenant's events are open. End one.", CLOSE)
 STREAMS = Refusal("streams", "Enough streams of events are open. Try again when one has ended.", CLOSE)
 IMPORTS = Refusal("imports", "Enough imports are under way. Try again when one has ended.", CLOSE)
 QUEUE = Refusal("tenant-queue", "Too many turns of this tenant are being stored. Wait for some.")
@@ -85,9 +87,19 @@ class LoadLimits:
         with self._counted("long", "", self._settings.max_long_requests, LONG):
             yield
 
-    def streaming(self) -> AbstractContextManager[None]:
-        """Around a stream of events. Problem 429: there are too many."""
-        return self._counted("stream", "", self._settings.max_streams, STREAMS)
+    @contextmanager
+    def streaming(self, key_id: str, tenant: str) -> Iterator[None]:
+        """Around a stream of events, for minutes. Problem 429: too many, also of the key or tenant.
+
+        It has no share beside it, so that streams keep no other request of the tenant out.
+        """
+        s = self._settings
+        with (
+            self._counted("stream with key", key_id, s.max_key_streams, KEY_STREAMS),
+            self._counted("stream of tenant", tenant, s.max_tenant_streams, TENANT_STREAMS),
+            self._counted("stream", "", s.max_streams, STREAMS),
+        ):
+            yield
 
     @contextmanager
     def importing(self, key_id: str, tenant: str | None) -> Iterator[None]:

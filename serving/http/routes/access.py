@@ -58,8 +58,9 @@ class Access:
     `scope`: None for no key, on /health/* only. `once`: it accepts an Idempotency-Key, and keeps its
     response. `act`: its name in the audit log, if refused requests are logged there. `imports`: its body may
     be as large as an import. `long`: it may take as long as an LLM, or as the reader of the response.
-    `streams`: it goes on telling events. `stores`: it stores turns, and a large body is not read where those
-    of the tenant wait for room. `direct`: it is called without FastAPI's dependency solver, see direct.py.
+    `streams`: it goes on telling events, and is counted apart. `stores`: it stores turns, and a large body is
+    not read where those of the tenant wait for room. `direct`: it is called without FastAPI's dependency
+    solver, see direct.py.
     """
 
     scope: Scope | None
@@ -140,7 +141,7 @@ class GuardedRoute(APIRoute):
                 await self._refuse(service, principal, tenant)
         headers = Headers(scope=scope)
         load, key_id, name = service.load, principal.key_id, tenant or ""
-        with load.share(key_id, tenant), self._room(load, key_id, tenant):
+        with self._share(load, key_id, tenant), self._room(load, key_id, tenant):
             announced = headers.get("content-length", "")
             if self.access.stores and announced.isdecimal() and int(announced) > LARGE_BODY_BYTES:
                 load.require_room(key_id, name)
@@ -160,12 +161,15 @@ class GuardedRoute(APIRoute):
                 work = self._serve(scope, receive, send)
             await turn.timed(work)
 
+    def _share(self, load: LoadLimits, key_id: str, tenant: str | None) -> AbstractContextManager[None]:
+        return nullcontext() if self.access.streams else load.share(key_id, tenant)
+
     def _room(self, load: LoadLimits, key_id: str, tenant: str | None) -> AbstractContextManager[None]:
         """A slot under the limit for this kind of request."""
         if self.access.imports:
             return load.importing(key_id, tenant)
         if self.access.streams:
-            return load.streaming()
+            return load.streaming(key_id, tenant or "")
         return load.long() if self.access.long else nullcontext()
 
     def _bounds(self, settings: ServiceSettings) -> tuple[int, float]:

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Header, Query
 from fastapi.responses import StreamingResponse
 
 from undertow.engine.base.queries import EventsQuery
+from undertow.serving.auth.oidc import TOKEN_ID
 from undertow.serving.auth.principal import Principal, Scope
 from undertow.serving.client.results import Listed
 from undertow.serving.events.webhooks import PRIVATE, Webhook
@@ -77,24 +78,28 @@ async def _stream(
                     await asyncio.wait_for(news.wait(), left_s)
 
 
+# without an Idempotency-Key: its answer would be kept, and the secret in it
 @router.post("/v1/webhooks", response_model=Webhook, response_model_exclude={"key_id", "at"})
-@MANAGES
+@Access(Scope.ADMIN, reaches=TenantAccess.ANY, act="webhook")
 async def create_webhook(asked: WebhookRequest, service: Served, sender: Sender) -> Any:
     """Have events posted to a URL from now on, signed as Standard Webhooks. The secret is shown here alone.
 
     Of the `tenants`; by default of those that the key names, or of all. The key needs `read` for them too.
     """
+    if sender.key_id.startswith(TOKEN_ID):
+        words = "A token ends, and a webhook does not. Use a key, from `undertow keys create`."
+        raise Problem(403, "needs-key", words)
     names = asked.tenants or sender.reach.tenants
     if not all(sender.may(Scope.READ, name) for name in names or (None,)):
         raise Problem(403, "forbidden", "This key may not read these tenants. Name some that it may read.")
-    if len(service.webhooks.known) >= service.settings.max_webhooks:
-        raise Problem(429, "webhooks", "There are as many webhooks as may be. Delete some.", retry_after_s=60)
     keys = [service.memories.tenant_key(name) for name in names] or None
-    async with service.audited("webhook", sender.key_id):
-        try:
-            return await service.webhooks.add(sender.key_id, asked.url, keys, asked.include_text)
-        except ValueError as error:
-            raise bad_field("url", str(error)) from None
+    async with service.webhooks.changing:
+        _require_room(service, sender.key_id)
+        async with service.audited("webhook", sender.key_id):
+            try:
+                return await service.webhooks.add(sender.key_id, asked.url, keys, asked.include_text)
+            except ValueError as error:
+                raise bad_field("url", str(error)) from None
 
 
 @router.get("/v1/webhooks", response_model=Listed[Webhook], response_model_exclude=LISTED)
@@ -108,17 +113,29 @@ async def list_webhooks(service: Served, sender: Sender) -> Any:
 @MANAGES
 async def enable_webhook(webhook_id: str, service: Served, sender: Sender) -> Any:
     """Go on with a webhook that is disabled, or waits, from where it was left: nothing is left out."""
-    async with service.audited("webhook", sender.key_id):
-        return await service.webhooks.enable(_one(service, sender, webhook_id).id)
+    async with service.audited("webhook", sender.key_id), service.webhooks.changing:
+        hook = _one(service, sender, webhook_id)
+        if not await asyncio.to_thread(service.webhooks.may_tell, hook):
+            raise Problem(409, "key-ended", "The key of this webhook has ended. Delete it, and make another.")
+        return await service.webhooks.enable(hook.id)
 
 
 @router.delete("/v1/webhooks/{webhook_id}", response_model=Webhook, response_model_exclude=PRIVATE)
 @MANAGES
 async def delete_webhook(webhook_id: str, service: Served, sender: Sender) -> Any:
     """Delete a webhook. A request of it that is under way is cut off."""
-    async with service.audited("webhook", sender.key_id):
+    async with service.audited("webhook", sender.key_id), service.webhooks.changing:
         await service.webhooks.remove((hook := _one(service, sender, webhook_id)).id)
     return hook
+
+
+def _require_room(service: Service, key_id: str) -> None:
+    """Problem 429: there are as many webhooks, or of this key, as may be."""
+    settings, made = service.settings, [hook.key_id for hook in service.webhooks.known.values()]
+    of_key = made.count(key_id) >= settings.max_key_webhooks
+    if of_key or len(made) >= settings.max_webhooks:
+        words = f"There are as many webhooks{' of this key' * of_key} as may be. Delete some."
+        raise Problem(429, "webhooks", words, retry_after_s=60)
 
 
 def _own(service: Service, sender: Principal) -> list[Webhook]:

@@ -65,6 +65,7 @@ MOVES = (moves.restore, moves.import_anothers, moves.import_broken, moves.remove
 ATTEMPTS = (
     attempts.touch_what_is_anothers,
     attempts.ask_for_anothers_job,
+    attempts.touch_anothers_webhook,
     attempts.act_for_another,
     attempts.search_another_by_mem0,
     attempts.act_beyond_the_scope,

@@ -124,6 +124,9 @@ def test_a_token_does_what_its_claims_allow(running: Running, issuer: Issuer) ->
         is_problem(client.post(at("bob", "/search"), json={"query": "boat"}), 403)
         is_problem(client.delete(at("ann", "/memories")), 403)
         is_problem(client.get("/v1/tenants"), 403)
+    admin = issuer.token(issuer.keys["rsa"], scope="undertow:admin undertow:read")
+    made = running.client_of(admin).post("/v1/webhooks", json={"url": "https://example.com"})
+    is_problem(made, 403, "needs-key")
     assert running.client().post(at("ann", "/search"), json={"query": "boat"}).status_code == 200, (
         "keys as before"
     )

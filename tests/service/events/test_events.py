@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address, ip_network
@@ -22,6 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from standardwebhooks import Webhook as Verifier
 
 from undertow.engine.base.model import UndertowError
+from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.principal import Scope
 from undertow.serving.client import Client
 from undertow.serving.events import feed, sender, webhooks
@@ -34,7 +38,11 @@ from ...support.service.scripted_server import Reply, ScriptedServer, Seen, serv
 from ..http.test_serve import process
 
 LOOPBACK = '["127.0.0.0/8"]'
-BOUNDS: dict[str, Any] = {"webhook_networks": ["127.0.0.0/8"], "max_streams": 2, "max_webhooks": 9}
+BOUNDS: dict[str, Any] = {
+    "webhook_networks": ["127.0.0.0/8"],
+    **{"max_streams": 3, "max_key_streams": 2, "max_tenant_streams": 2, "max_tenant_requests": 2},
+    **{"max_webhooks": 9, "max_key_webhooks": 2},
+}
 ADMIN = (Scope.ADMIN, Scope.READ, Scope.WRITE, Scope.ERASE)
 Events = list[dict[str, Any]]
 
@@ -205,6 +213,48 @@ def test_keys_have_webhooks_of_their_tenants_alone(client: httpx2.Client, runnin
         wait_until(lambda: taken(receiver) == ids["k-ann"] * 2)
 
 
+def test_changes_at_the_same_time_leave_one_sender_or_none(client: httpx2.Client, running: Running) -> None:
+    with served(answering()) as receiver, ThreadPoolExecutor(4) as pool:
+        path = f"/v1/webhooks/{register(client, receiver.url, tenants=['raced'])['id']}"
+        enabled = list(pool.map(lambda _: client.post(path + "/enable").status_code, range(4)))
+        assert enabled == [200] * 4
+        ids = add(client, "raced", "the boat")
+        wait_until(lambda: bool(receiver.seen))
+        time.sleep(0.1)  # for other senders, of which there should be none
+        assert taken(receiver) == ids
+        deleted = sorted(pool.map(lambda _: client.delete(path).status_code, range(2)))
+        assert deleted == [200, 404]
+        add(client, "raced", "the garden")
+        time.sleep(0.1)
+        assert taken(receiver) == ids
+    rows = running.service.state.submit(lambda db: db.execute("select id from webhooks").fetchall()).result()
+    assert rows == []
+
+
+def test_a_webhook_ends_with_its_key(client: httpx2.Client, running: Running) -> None:
+    key, keys = running.key(*ADMIN, prefix="end-"), KeyFile(running.folder / "keys.json")
+    with served(answering()) as receiver:
+        hook = register(running.client_of(key), receiver.url, tenants=["end-ann"])
+        ids = add(client, "end-ann", "the boat")
+        wait_until(lambda: taken(receiver) == ids)
+        keys.revoke(key.split("_")[1])
+        add(client, "end-ann", "the garden")
+        wait_until(lambda: state_of(client, hook)["disabled_at"] is not None)
+        assert state_of(client, hook)["error"] == "its key has ended"
+        is_problem(client.post(f"/v1/webhooks/{hook['id']}/enable"), 409, "key-ended")
+        assert taken(receiver) == ids
+
+
+def test_a_key_has_its_share_of_webhooks_and_each_has_a_secret(
+    client: httpx2.Client, running: Running
+) -> None:
+    own, asked = running.client(*ADMIN, prefix="s-"), {"url": "https://192.0.2.1/", "tenants": ["s-ann"]}
+    own.headers["Idempotency-Key"] = "one"
+    assert len({own.post("/v1/webhooks", json=asked).json()["secret"] for _ in "ab"}) == 2, "none is kept"
+    assert "of this key" in is_problem(own.post("/v1/webhooks", json=asked), 429, "webhooks")["detail"]
+    register(client, "https://192.0.2.1/")
+
+
 def test_an_erasure_is_told_and_nothing_of_the_tenant_is_left(
     client: httpx2.Client, running: Running
 ) -> None:
@@ -258,9 +308,13 @@ def test_a_stream_goes_on_with_what_comes_and_tells_that_it_lives(
 def test_streams_are_counted_and_need_the_right_to_read(client: httpx2.Client, running: Running) -> None:
     for key in (running.client(Scope.WRITE), running.client(Scope.READ, tenants=("other",))):
         is_problem(key.get(at("counted", "/events"), params={"follow": False}), 403)
-    own = running.client(Scope.READ)
+    own, other, third = (running.client(Scope.READ) for _ in range(3))
     with own.stream("GET", at("a", "/events")), own.stream("GET", at("b", "/events")):
-        is_problem(own.get(at("c", "/events")), 429, "streams")
+        assert "one key" in is_problem(own.get(at("c", "/events")), 429, "streams")["detail"]
+        with other.stream("GET", at("a", "/events")):
+            assert "tenant" in is_problem(third.get(at("a", "/events")), 429, "streams")["detail"]
+            assert add(client, "a", "the boat"), "streams take no request's place"
+            assert "Enough streams of events" in is_problem(third.get(at("b", "/events")), 429)["detail"]
     wait_until(lambda: "undertow_event_streams 0.0" in client.get("/metrics").text)
 
 
@@ -312,6 +366,28 @@ def test_a_name_that_resolves_to_such_an_address_is_not_connected_to(address: st
 def test_forms_of_loopback_that_a_resolver_takes_are_refused(host: str) -> None:
     with pytest.raises(Undelivered, match=r"no webhook may go|gaierror"):
         asyncio.run(Sender(()).post(f"https://{host}/", "whsec_AAAA", "id", b"{}", 0))
+
+
+def test_a_name_that_hangs_takes_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, asked, real = threading.Event(), list[str](), socket.getaddrinfo
+
+    def look(host: str, *more: Any, **how: Any) -> Any:
+        asked.append(host)
+        return go.wait(9) and [] if host == "hung.example" else real(host, *more, **how)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look)
+
+    async def post_many() -> None:
+        sending = Sender(())
+        tries = [sending.post("https://hung.example/", "whsec_AAAA", "id", b"", 0) for _ in range(40)]
+        failed = await asyncio.gather(*tries, return_exceptions=True)
+        assert {str(error) for error in failed} == {"TimeoutError"}
+        assert await asyncio.wait_for(sending.resolve("localhost"), 0.5)
+        assert await sending.resolve("8.8.8.8") == ["8.8.8.8"]
+        assert asked == ["hung.example", "localhost"]
+        go.set()
+
+    asyncio.run(post_many())
 
 
 def certified(folder: Path, name: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:

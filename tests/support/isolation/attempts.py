@@ -39,6 +39,18 @@ def ask_for_anothers_job(tenants: Tenants, name: str, rng: Random) -> None:
         _are_unknown(tenants, name, "GET", "/jobs/%s", theirs[0], None)
 
 
+def touch_anothers_webhook(tenants: Tenants, name: str, rng: Random) -> None:
+    other, asked = _other(tenants, name, rng), {"url": "https://192.0.2.1/"}
+    theirs = tenants.have(other, "POST", path="/v1/webhooks", json=asked).json()["id"]
+    assert tenants.have(name, "GET", path="/v1/webhooks").json()["results"] == []
+    told = []
+    for hook in (theirs, NOBODYS):
+        refused = tenants.ask(name, "DELETE", path=f"/v1/webhooks/{hook}", sent=hook)
+        told.append(is_problem(refused, 404))
+    assert told[0] == told[1]
+    tenants.have(other, "DELETE", path=f"/v1/webhooks/{theirs}")
+
+
 def _other(tenants: Tenants, name: str, rng: Random) -> str:
     return rng.choice([other for other in tenants.names if other != name])
 
