@@ -397,12 +397,10 @@ def export(
 
     with some_reports(store, tenant) as shards:
         exports = (
-            _unless_gone(reports, owner["tenant"], vectors)
+            reports.export(name, vectors=vectors) if tenant else _unless_gone(reports, name, vectors)
             for reports in shards
-            for owner in ([] if tenant else reports.tenant_sizes())
+            for name in ([tenant] if tenant else [one["tenant"] for one in reports.tenant_sizes()])
         )
-        if tenant is not None:
-            exports = (reports.export(tenant, vectors=vectors) for reports in shards)
         rows = export_parquet(exports, parquet, shards[0].encoder_digest if shards else None)
     put_json({"folder": str(parquet), **rows})
 
