@@ -104,12 +104,13 @@ def doctor(
     from undertow.serving.doctor import examine
 
     findings = examine(models.settings(), store)
+    works = all(f.ok or not f.needed for f in findings)
     if as_json:
-        put_json({"ok": all(f.ok for f in findings), "findings": [f._asdict() for f in findings]})
+        put_json({"ok": works, "findings": [f._asdict() for f in findings]})
     else:
         for finding in findings:
             put_text(f"{'ok        ' if finding.ok else 'attention '} {finding.what}: {finding.text}")
-    raise typer.Exit(Exit.DONE if all(f.ok or not f.needed for f in findings) else Exit.FAILED)
+    raise typer.Exit(Exit.DONE if works else Exit.FAILED)
 
 
 def demo(models: opt.Models = opt.NO_MODELS, as_json: opt.AsJson = False) -> None:
