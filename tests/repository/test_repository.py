@@ -4,9 +4,9 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NEEDED = {"markdown": {"value"}, "textarea": {"label"}, "dropdown": {"options"}, "checkboxes": {"options"}}
 
 
