@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from .support.service.http import serving
+from ..support.service.http import serving
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("bench", "engine", "kernels", "prompts", "serving")
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 # files that only a checkout needs
