@@ -167,7 +167,7 @@ class Import:
         first, last = (self._records[0], self._records[-1]) if self._records else ({}, {})
         with _about(1):
             if not isinstance(first, dict) or first.get("kind") != "export":
-                raise BadField("kind", "is not `export`, with which an export begins", START)
+                raise BadField("kind", "is not export: the beginning is missing", START)
             if first.get("format") != FORMAT:
                 cure = "Use the version of Undertow that wrote it, or a newer one."
                 raise BadField("format", f"is {first.get('format')!r:.40}, {FORMAT} can be read", cure)
