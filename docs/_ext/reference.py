@@ -1,7 +1,7 @@
 """Writes the pages of docs/reference from the code, before Sphinx reads the pages.
 
-They cannot be out of date, as they are made at every build and never committed. ValueError: a setting, an
-option or a metric has no words, so nothing could be said of it.
+They are made at every build and never committed. ValueError: a setting, an option, a route or a metric has
+no words, so nothing could be said of it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 import typer
 from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.metrics import MetricWrapperBase
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 from sphinx.application import Sphinx
@@ -27,69 +28,53 @@ from undertow.serving import cli
 from undertow.serving.cli.errors import EXIT_CODES, Exit
 from undertow.serving.http import problems
 from undertow.serving.http.app import make_app
+from undertow.serving.http.openapi import STATUSES
 from undertow.serving.http.service_settings import ServiceSettings
 from undertow.serving.telemetry.metrics import HTTPMetrics, ShardCollector
 
 MADE = "This page is made from the code.\n"
-SETTINGS: dict[type[BaseSettings], str] = {
-    Settings: "Of an engine",
-    ServiceSettings: "Of the service",
-    ClusterSettings: "Of a cluster",
-}
-# a suffix of the metrics that a kind of metric has, as Prometheus names them
-SERIES = {"counter": "_total", "histogram": "_bucket, _sum, _count", "gauge": ""}
-OUTSIDE = re.compile(r"\]\((\.\./[^)#]+\.md)")
+SETTINGS = {"Engine": Settings, "Service": ServiceSettings, "Cluster": ClusterSettings}
+TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+BOUNDS = {"ge": "from", "gt": "above", "le": "to", "lt": "below", "pattern": "like"}
+METRIC = ("name", "type", "documentation")
+MARKDOWN = re.compile(r"\]\((\.\./[^)#]+\.md)")
+VARIES = "What is wrong with this request, and what to do."
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", lambda app: write(Path(app.srcdir, "reference")))
-    app.connect("source-read", adapted)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+    app.connect("source-read", adapt)
+    return {"parallel_read_safe": True}
 
 
 def write(folder: Path) -> None:
-    """Write the pages; those that stay as they are keep their time, so that Sphinx does not read them anew."""
+    """Write the pages that changed: Sphinx reads a page again if its time is another."""
     folder.mkdir(exist_ok=True)
-    pages = {
-        "settings.rst": settings(),
-        "commands.md": commands(),
-        "http.md": http(),
-        "metrics.md": metrics(),
-        "errors.md": errors(),
-        "python.rst": python(),
-    }
-    for name, parts in pages.items():
-        text = "\n".join(parts)
+    pages = {"settings.rst": settings, "commands.md": commands, "http.md": http}
+    for name, parts in {**pages, "metrics.md": metrics, "errors.md": errors, "python.rst": python}.items():
+        text = "\n".join(parts())
         if not (page := folder / name).exists() or page.read_text() != text:
             page.write_text(text)
 
 
-def adapted(app: Sphinx, name: str, text: list[str]) -> None:
+def adapt(app: Sphinx, name: str, text: list[str]) -> None:
     """What pages need here and not on GitHub: the list of decisions, and Markdown outside docs/ as a file."""
     if name == "decisions/README":
         text[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n0*\n```\n"
-    page = Path(app.srcdir, name).parent
-
-    def linked(link: re.Match[str]) -> str:
-        inside = (page / link[1]).resolve().is_relative_to(Path(app.srcdir).resolve())
-        return link[0] if inside else f"](path:{link[1]}"
-
-    text[0] = OUTSIDE.sub(linked, text[0])
+    root, page = Path(app.srcdir).resolve(), Path(app.srcdir, name).parent
+    for link in set(MARKDOWN.findall(text[0])):
+        if not (page / link).resolve().is_relative_to(root):
+            text[0] = text[0].replace(f"]({link}", f"](path:{link}")
 
 
-def heading(text: str, line: str) -> str:
-    return f"{text}\n{line * len(text)}\n"
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(head: str, rows: Iterable[Iterable[str]]) -> str:
     """A table in Markdown, or nothing if there are no rows."""
-    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
-    names = list(head)
-    lines = [names, ["---"] * len(names), *cells] if cells else []
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    lines = [" | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) for row in rows]
+    rule = "|".join("---" for _ in head.split("|"))
+    return "".join(f"| {line} |\n" for line in (head, rule, *lines)) if lines else ""
 
 
-def required(words: str | None, of: str) -> str:
+def told(words: str | None, of: str) -> str:
     if not (words or "").strip():
         raise ValueError(f"{of} has no words for the reference. Write what it means where it is defined.")
     return str(words).strip()
@@ -99,27 +84,16 @@ def required(words: str | None, of: str) -> str:
 
 
 def settings() -> Iterator[str]:
-    yield heading("Settings", "=")
-    yield MADE
-    yield (
-        "Each is a variable of the environment, and a field of its class in Python. An empty variable counts as "
-        "not set. A variable with the prefix ``UNDERTOW_`` that is no setting is refused.\n"
-    )
-    for model, title in SETTINGS.items():
-        yield heading(title, "-")
-        yield (
-            f"``undertow.{model.__name__}``. {inspect.getdoc(model)}\n"
-            if model.__name__ in undertow.__all__
-            else ""
-        )
+    yield f"Settings\n========\n\n{MADE}"
+    yield "Each is a variable of the environment, and a field of its class. An empty variable is not set."
+    yield "A variable with the prefix ``UNDERTOW_`` that is no setting is refused.\n"
+    for title, model in SETTINGS.items():
+        yield f"{title}\n{'-' * len(title)}\n\n``{model.__name__}``: {inspect.getdoc(model)}\n"
         for names, words in meanings(model):
-            prefix = model.model_config["env_prefix"]
-            variables = [f"{prefix}{name}".upper() for name in names]
+            variables = [f"{model.model_config['env_prefix']}{name}".upper() for name in names]
             yield ".. envvar:: " + "\n            ".join(variables) + "\n"
-            for name, variable in zip(names, variables, strict=True):
-                shown = f"``{name}``: " if len(names) > 1 else ""
-                yield f"   | {shown}{bounded(model.model_fields[name])}"
-            yield f"\n   {required(words, variables[0])}\n"
+            yield from (f"   | ``{name}``: {bounded(model.model_fields[name])}" for name in names)
+            yield f"\n   {told(words, variables[0])}\n"
 
 
 def meanings(model: type[BaseSettings]) -> Iterator[tuple[list[str], str]]:
@@ -139,52 +113,36 @@ def meanings(model: type[BaseSettings]) -> Iterator[tuple[list[str], str]]:
 
 def bounded(field: FieldInfo) -> str:
     """A field's type, its bounds and its default."""
-    words = {"ge": "from", "gt": "above", "le": "to", "lt": "below", "pattern": "like"}
-    bounds = [
-        f"{word} {value:,}" if not isinstance(value, str) else f"{word} ``{value}``"
-        for part in field.metadata
-        for name, word in words.items()
-        if (value := getattr(part, name, None)) is not None
-    ]
-    default = "computed" if field.default_factory else literal(field.default)
-    return f"{' '.join([typed(field.annotation), *bounds])}; default: {default}"
-
-
-def literal(value: object) -> str:
-    return "none" if value in (None, (), "") else f"``{value}``" if isinstance(value, str) else f"{value}"
+    parts = [(BOUNDS[name], getattr(of, name, None)) for of in field.metadata for name in BOUNDS]
+    bounds = "".join(f" {word} ``{value}``" for word, value in parts if value is not None)
+    default = "of the machine" if field.default_factory else field.default
+    shown = "none" if default in (None, "", ()) else f"``{default}``"
+    return f"{typed(field.annotation)}{bounds}; default: {shown}"
 
 
 def typed(kind: Any) -> str:
     """A type in words."""
-    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
-    if kind in plain:
-        return plain[kind]
-    parts = get_args(kind)
-    if get_origin(kind) is tuple:
-        return f"a list of {typed(parts[0])}"
-    if parts and all(isinstance(part, str) for part in parts):
-        return ", ".join(f"``{part}``" for part in parts)
+    parts = [part for part in get_args(kind) if part not in (type(None), ...)]
     if parts:
-        return " or ".join(typed(part) for part in parts if part is not type(None))
-    return f"{getattr(kind, '__name__', kind)}"
+        return ", ".join(f"``{part}``" if isinstance(part, str) else typed(part) for part in parts)
+    return TYPES.get(kind, getattr(kind, "__name__", str(kind)))
 
 
 # ---- the command line
 
 
 def commands() -> Iterator[str]:
-    yield f"# Commands\n\n{MADE}\nEach shows the same with `--help`.\n"
+    yield f"# Commands\n\n{MADE}\nEach command says the same with `--help`.\n"
     yield from command("undertow", typer.main.get_command(cli.app))
 
 
 def command(name: str, one: Any) -> Iterator[str]:
-    yield f"## `{name}`\n"
-    yield required(one.help, name) + "\n"
     context = one.context_class(one)
+    yield f"## `{name}`\n\n{told(one.help, name)}\n"
     yield f"```\n{name} {' '.join(one.collect_usage_pieces(context))}\n```\n"
     shown = [(*param.get_help_record(context), param.help) for param in one.params if not param.hidden]
-    rows = ((f"`{usage}`", required(words and more, f"{name} {usage}")) for usage, more, words in shown)
-    yield table(("argument or option", "meaning"), rows)
+    rows = ((f"`{usage}`", told(words and more, f"{name} {usage}")) for usage, more, words in shown)
+    yield table("argument or option | meaning", rows)
     for child, more in sorted(getattr(one, "commands", {}).items()):
         yield from command(f"{name} {child}", more)
 
@@ -194,126 +152,96 @@ def command(name: str, one: Any) -> Iterator[str]:
 
 def http() -> Iterator[str]:
     """From the OpenAPI document, for which the application needs no service behind it."""
-    parts = dict.fromkeys(("load", "guard", "turns", "metrics", "settings"))
-    document = make_app(SimpleNamespace(memories=SimpleNamespace(tenant_key=None), **parts)).openapi()  # type: ignore[arg-type]
+    service = SimpleNamespace(memories=SimpleNamespace(tenant_key=None))
+    vars(service).update(dict.fromkeys(("load", "guard", "turns", "metrics")))
+    document = make_app(service).openapi()  # type: ignore[arg-type]
     yield f"# HTTP\n\n{MADE}\n{document['info']['description']}"
-    yield "A service has the same document at `/openapi.json`, and a page to try it at `/docs`.\n"
+    yield "A service has this document at `/openapi.json`, and a page to try it at `/docs`.\n\n## Errors\n"
+    yield table("status | meaning", ((str(status), words) for status, words in STATUSES.items()))
     for path, methods in document["paths"].items():
         for method, route in methods.items():
-            yield f"## {method.upper()} {path}\n"
-            yield f"{required(route.get('description'), path)}\n"
-            yield table(("parameter", "in", "type", "meaning"), map(parameter, route.get("parameters", ())))
-            sent = route.get("requestBody", {}).get("content", {})
-            yield from (f"Sends `{media}`: {shape(body['schema'])}.\n" for media, body in sent.items())
-            yield from answers(route["responses"])
+            yield f"## {method.upper()} {path}\n\n{told(route.get('description'), path)}\n"
+            rows = ((f"`{of['name']}`", of["in"], *meaning(of)) for of in route.get("parameters", ()))
+            yield table("parameter | in | type | meaning", rows)
+            for media, body in route.get("requestBody", {}).get("content", {}).items():
+                yield f"Request, `{media}`: {shape(body['schema'])}.\n"
+            for status in (status for status in route["responses"] if status < "400"):
+                sent = route["responses"][status].get("content", {}).items()
+                yield f"- {status}" + "".join(f", `{kind}`: {shape(of['schema'])}" for kind, of in sent)
+            yield f"\nErrors: {', '.join(status for status in route['responses'] if status >= '400')}.\n"
     yield "## Shapes\n"
     for name, schema in sorted(document["components"]["schemas"].items()):
-        yield f"(shape-{name.lower()})=\n### {name}\n"
-        yield schema.get("description", "") + "\n"
-        needed = schema.get("required", ())
-        rows = ((f"`{key}`", *meaning(of, key in needed)) for key, of in schema.get("properties", {}).items())
-        yield table(("field", "type", "meaning"), rows) or f"{shape({**schema, 'description': ''})}\n"
+        fields, needed = schema.get("properties", {}), schema.get("required", ())
+        parts = ((key, {"schema": of, "required": key in needed}) for key, of in fields.items())
+        rows = ((f"`{key}`", *meaning(of)) for key, of in parts)
+        yield f"(shape-{name.lower()})=\n### {name}\n\n{schema.get('description', '')}\n"
+        yield table("field | type | meaning", rows) or f"{shape(schema)}\n"
 
 
-def parameter(of: Mapping[str, Any]) -> tuple[str, ...]:
-    kind, words = meaning(
-        {**of["schema"], "description": of.get("description", "")}, of.get("required", False)
-    )
-    return f"`{of['name']}`", of["in"], kind, words
-
-
-def meaning(schema: Mapping[str, Any], needed: bool) -> tuple[str, str]:
-    """The type of a field, and what is said of it."""
-    default = schema.get("default")
-    more = ["required"] if needed else [] if default in (None, "", {}) else [f"default: `{default}`"]
-    return shape(schema), " ".join([schema.get("description", ""), *(f"({one})" for one in more)])
+def meaning(of: Mapping[str, Any]) -> tuple[str, str]:
+    """The type of a field or a parameter, and what is said of it."""
+    schema = of["schema"]
+    more = "(required)" if of.get("required") else ""
+    if (default := schema.get("default")) not in (None, "", {}):
+        more = f"(default: `{default}`)"
+    return shape(schema), f"{of.get('description') or schema.get('description', '')} {more}"
 
 
 def shape(schema: Mapping[str, Any]) -> str:
     """A schema in words, with links to the shapes that have names."""
-    if "$ref" in schema:
-        name = schema["$ref"].rpartition("/")[2]
+    if name := schema.get("$ref", "").rpartition("/")[2]:
         return f"[{name}](#shape-{name.lower()})"
-    for key in ("anyOf", "oneOf", "allOf"):
-        if key in schema:
-            return " or ".join(dict.fromkeys(shape(one) for one in schema[key]))
-    if "enum" in schema or "const" in schema:
-        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    if either := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(dict.fromkeys(map(shape, either)))
+    if values := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
+        return ", ".join(f"`{value}`" for value in values)
     if schema.get("type") == "array":
         return f"list of {shape(schema.get('items', {}))}"
-    if isinstance(inner := schema.get("additionalProperties"), Mapping) and inner:
-        return f"object of {shape(inner)}"
-    return str(schema.get("type", "any"))
-
-
-def answers(responses: Mapping[str, Any]) -> Iterator[str]:
-    """What a route responds with; those of errors in one line, as they are the same for all."""
-    for status, response in responses.items():
-        if int(status) < 400:
-            forms = [
-                f"`{media}`: {shape(body.get('schema', {}))}"
-                for media, body in response.get("content", {}).items()
-            ]
-            yield f"**{status}** {'; '.join(forms) or response['description']}\n"
-    failures = [status for status in responses if int(status) >= 400]
-    yield f"Errors: {', '.join(failures)}.\n" if failures else ""
+    return str(schema.get("type", "anything"))
 
 
 # ---- metrics, errors
 
 
 def metrics() -> Iterator[str]:
-    yield f"# Metrics\n\n{MADE}\nA service tells them at `/metrics`. None has a label for tenants.\n"
-    shards = [
-        (one.name, one.type, one._labelnames, one.documentation) for one in ShardCollector({}).collect()
-    ]
-    ours = [
-        (one._name, one._type, one._labelnames, one._documentation)
-        for one in vars(HTTPMetrics()).values()
-        if hasattr(one, "_labelnames")
-    ]
-    process = CollectorRegistry()
-    ProcessCollector(registry=process)
-    theirs = [(one.name, one.type, (), one.documentation) for one in process.collect()]
-    for title, families in {"HTTP": ours, "Shards": shards, "The process": theirs}.items():
-        yield f"## {title}\n"
-        rows = (
-            (
-                f"`{name}{SERIES[kind] if kind == 'counter' else ''}`",
-                kind,
-                ", ".join(labels),
-                required(words, name),
-            )
-            for name, kind, labels, words in families
-        )
-        yield table(("name", "type", "labels", "meaning"), rows)
+    yield f"# Metrics\n\n{MADE}\nA service tells them at `/metrics`; none has a label for tenants. A histogram"
+    yield "has three series: `_bucket`, `_sum` and `_count`.\n"
+    own = [of for of in vars(HTTPMetrics()).values() if isinstance(of, MetricWrapperBase)]
+    process = ProcessCollector(registry=CollectorRegistry()).collect()
+    for title, of in {"HTTP": own, "Shards": ShardCollector({}).collect(), "Process": process}.items():
+        yield f"## {title}\n\n{table('name | type | labels | meaning', map(metric, of))}"
+
+
+def metric(of: Any) -> tuple[str, ...]:
+    """What is counted here keeps its parts under other names than what is told of shards."""
+    name, kind, words = (getattr(of, f"_{part}", None) or getattr(of, part) for part in METRIC)
+    labels = ", ".join(getattr(of, "_labelnames", ()))
+    return f"`{name}{'_total' * (kind == 'counter')}`", kind, labels, told(words, name)
 
 
 def errors() -> Iterator[str]:
+    words = dict(re.findall(r"(\d+) ([^;]+)[;.]", EXIT_CODES))
     yield f"# Exit codes and problem types\n\n{MADE}\n## Exit codes\n"
-    told = dict(re.findall(r"(\d+) ([^;]+?)(?=[;.]\s|[;.]$)", EXIT_CODES))
-    yield table(("code", "meaning"), ((f"{one:d}", required(told.get(f"{one:d}"), one.name)) for one in Exit))
+    yield table("code | meaning", ((f"{one:d}", told(words.get(f"{one:d}"), one.name)) for one in Exit))
     yield f"## Problem types\n\nErrors over HTTP are `{problems.MEDIA_TYPE}` (RFC 9457).\n"
-    rows = (
-        (f"`{problems.URN}{slug}`", status, words)
-        for (slug, status), words in sorted(problem_types().items())
-    )
-    yield table(("type", "status", "what it says"), rows)
+    rows = ((f"`{problems.URN}{kind[0]}`", kind[1], text) for kind, text in sorted(problem_types().items()))
+    yield table("type | status | what it says", rows)
 
 
 def problem_types() -> dict[tuple[str, str], str]:
-    """The problems of engine errors, and those that the service raises itself, with their words if fixed."""
+    """The problems of engine errors, and those that the service raises itself, with their words."""
     kinds = [*problems.KINDS.values(), problems.INTERNAL]
-    found = {(kind.slug, str(kind.status)): kind.detail or "What is wrong, and what to do." for kind in kinds}
+    found = {(kind.slug, str(kind.status)): kind.detail or VARIES for kind in kinds}
     for file in sorted(Path(problems.__file__).parents[1].rglob("*.py")):
         tree = ast.parse(file.read_text())
-        for call in ast.walk(tree):
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == "Problem" and len(call.args) == 3:
-                status, slug, words = (
-                    one.value if isinstance(one, ast.Constant) else None for one in call.args
-                )
-                if status and slug:
-                    found.setdefault((slug, str(status)), words or "What is wrong, and what to do.")
+        assigned = [of for of in tree.body if isinstance(of, ast.Assign)]
+        fixed = {ast.unparse(of.targets[0]): of.value for of in assigned}
+        for call in (of for of in ast.walk(tree) if isinstance(of, ast.Call)):
+            made = ast.unparse(call.func)
+            given = [getattr(fixed.get(ast.unparse(of), of), "value", None) for of in call.args]
+            status, slug, words, *_ = [429] * (made == "Refusal") + given + [None] * 3
+            if made in ("Problem", "Refusal") and status and slug and isinstance(slug, str):
+                found.setdefault((slug, str(status)), words if isinstance(words, str) else VARIES)
     return found
 
 
@@ -321,12 +249,9 @@ def problem_types() -> dict[tuple[str, str], str]:
 
 
 def python() -> Iterator[str]:
-    yield heading("Python", "=")
-    yield MADE
-    for name in sorted(set(undertow.__all__) - {"__version__"}):
-        of = getattr(undertow, name)
-        kind = "autofunction" if inspect.isfunction(of) else "autoclass"
-        yield f".. {kind}:: undertow.{name}"
-        if kind == "autoclass" and name not in ("Settings", "ClusterSettings"):
-            yield "   :members:\n   :inherited-members: Exception"
-        yield ""
+    yield f"Python\n======\n\n{MADE}"
+    for name in sorted(set(undertow.__all__) - {"__version__"}, key=str.lower):
+        public = getattr(undertow, name)
+        members = "" if public in SETTINGS.values() else "   :members:\n   :inherited-members: Exception\n"
+        kind = "autoclass" if inspect.isclass(public) else "autofunction"
+        yield f".. {kind}:: undertow.{name}\n{members if inspect.isclass(public) else ''}"
