@@ -168,7 +168,7 @@ def http() -> Iterator[str]:
             for status in (status for status in route["responses"] if status < "400"):
                 sent = route["responses"][status].get("content", {}).items()
                 yield f"- {status}" + "".join(f", `{kind}`: {shape(of['schema'])}" for kind, of in sent)
-            yield f"\nErrors: {', '.join(status for status in route['responses'] if status >= '400')}.\n"
+            yield f"\nErrors: {', '.join(one for one in route['responses'] if one >= '400') or 'none'}.\n"
     yield "## Shapes\n"
     for name, schema in sorted(document["components"]["schemas"].items()):
         fields, needed = schema.get("properties", {}), schema.get("required", ())
@@ -204,8 +204,8 @@ def shape(schema: Mapping[str, Any]) -> str:
 
 
 def metrics() -> Iterator[str]:
-    yield f"# Metrics\n\n{MADE}\nA service tells them at `/metrics`; none has a label for tenants. A histogram"
-    yield "has three series: `_bucket`, `_sum` and `_count`.\n"
+    yield f"# Metrics\n\n{MADE}\nA service tells them at `/metrics`; none has a label for tenants."
+    yield "A histogram has three series: `_bucket`, `_sum` and `_count`.\n"
     own = [of for of in vars(HTTPMetrics()).values() if isinstance(of, MetricWrapperBase)]
     process = ProcessCollector(registry=CollectorRegistry()).collect()
     for title, of in {"HTTP": own, "Shards": ShardCollector({}).collect(), "Process": process}.items():
