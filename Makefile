@@ -140,7 +140,7 @@ client: $(SETUP) ## make the sync client of the async one
 
 docs: $(SETUP) ## make the manual in build/docs; a broken link is an error
 	$(call say,docs)
-	@$(VENV)/bin/sphinx-build -q -W --keep-going -b html docs build/docs \
+	@$(VENV)/bin/sphinx-build -q -E -W --keep-going -b html docs build/docs \
 		|| $(call hint,The lines above name the pages.)
 
 soak: $(SETUP) ## run the long loads

@@ -23,8 +23,10 @@ myst_enable_extensions = ["colon_fence"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+# parts of an engine that no caller needs
+autodoc_default_options = {"exclude-members": "journal, ranker, scheduler, trace"}
 
 html_theme = "furo"
 html_title = f"Undertow {version}"
 html_show_copyright = False
-html_show_sourcelink = False
+html_copy_source = False

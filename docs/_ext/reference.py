@@ -36,6 +36,7 @@ MADE = "This page is made from the code.\n"
 SETTINGS = {"Engine": Settings, "Service": ServiceSettings, "Cluster": ClusterSettings}
 TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 BOUNDS = {"ge": "from", "gt": "above", "le": "to", "lt": "below", "pattern": "like"}
+MEMBERS = "\n   :members:\n   :undoc-members:\n   :inherited-members:\n"
 METRIC = ("name", "type", "documentation")
 MARKDOWN = re.compile(r"\]\((\.\./[^)#]+\.md)")
 VARIES = "What is wrong with this request, and what to do."
@@ -48,13 +49,10 @@ def setup(app: Sphinx) -> dict[str, bool]:
 
 
 def write(folder: Path) -> None:
-    """Write the pages that changed: Sphinx reads a page again if its time is another."""
     folder.mkdir(exist_ok=True)
     pages = {"settings.rst": settings, "commands.md": commands, "http.md": http}
     for name, parts in {**pages, "metrics.md": metrics, "errors.md": errors, "python.rst": python}.items():
-        text = "\n".join(parts())
-        if not (page := folder / name).exists() or page.read_text() != text:
-            page.write_text(text)
+        (folder / name).write_text("\n".join(parts()))
 
 
 def adapt(app: Sphinx, name: str, text: list[str]) -> None:
@@ -252,6 +250,11 @@ def python() -> Iterator[str]:
     yield f"Python\n======\n\n{MADE}"
     for name in sorted(set(undertow.__all__) - {"__version__"}, key=str.lower):
         public = getattr(undertow, name)
-        members = "" if public in SETTINGS.values() else "   :members:\n   :inherited-members: Exception\n"
-        kind = "autoclass" if inspect.isclass(public) else "autofunction"
-        yield f".. {kind}:: undertow.{name}\n{members if inspect.isclass(public) else ''}"
+        if public in SETTINGS.values():
+            # its fields are on the page of settings; the signature would be pydantic's own
+            yield f".. autoclass:: undertow.{name}(**fields)\n"
+        elif inspect.isclass(public) and not issubclass(public, Exception):
+            yield f".. autoclass:: undertow.{name}{MEMBERS}\n"
+        else:
+            kind = "autoclass" if inspect.isclass(public) else "autofunction"
+            yield f".. {kind}:: undertow.{name}\n"
