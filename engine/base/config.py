@@ -212,7 +212,7 @@ class Settings(BaseSettings):
     # The room that prompts leave for a reply. A reply that is cut off at it is asked for again, shorter, and
     # may then use what else the context has room for, up to the longest reply of its schema.
     reply_tokens: int = Field(default=1_024, ge=64)
-    # The LLM tokens of a tenant, since it was made; then it is stored and searched alone. None: no bound.
+    # The LLM tokens of a tenant, since it was made; when they are spent, no more are used. None: no bound.
     tenant_token_budget: int | None = Field(default=None, ge=0)
 
     @field_validator("card_shares")
