@@ -59,7 +59,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 # images of containers often set it; each of the tests' many processes would compile anew all that it imports
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup setup-vllm setup-node setup-gpu setup-peers kernels model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench client soak clean
+.PHONY: help setup setup-vllm setup-node setup-gpu setup-peers kernels model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench client docs soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -139,12 +139,17 @@ gpu-bench: $(GPU_SETUP) ## the GPU benchmark into docs/results; GPU_BENCH=--quic
 client: $(SETUP) ## make the sync client of the async one
 	@$(VENV)/bin/python -P serving/client/generate.py
 
+docs: $(SETUP) ## make the manual in build/docs; a broken link is an error
+	$(call say,docs)
+	@$(VENV)/bin/sphinx-build -q -E -W --keep-going -b html docs build/docs \
+		|| $(call hint,The lines above name the pages.)
+
 soak: $(SETUP) ## run the long loads
 	$(call say,soak)
 	@$(VENV)/bin/pytest -m soak --timeout 0
 
 clean: ## remove environments, caches and the model
-	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) $(NODE_PACKAGES:%=%/node_modules) .models .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) $(NODE_PACKAGES:%=%/node_modules) .models .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist docs/reference
 
 $(SETUP): pyproject.toml constraints.txt
 	$(call say,engine environment in $(VENV))

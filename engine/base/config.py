@@ -61,8 +61,10 @@ class Settings(BaseSettings):
 
     # The policy that makes memories (engine/policies). A store keeps the one that it was created with.
     policy: PolicyName = "recmem"
+    # Leave out a part of the policy, to measure what it does (docs/policies.md).
     ablation: Ablation | None = None
 
+    # What sort of log it is: the thresholds that are not set (docs/policies.md). "paper": those of the paper.
     profile: Profile = "companion"
     # The share of a tenant's pairs of turns that theta_sim and theta_merge link, found anew from its own
     # turns as its log grows (docs/policies.md). 0: both are fixed. None: the profile's. A theta that is set
@@ -70,6 +72,7 @@ class Settings(BaseSettings):
     theta_share: float | None = Field(default=None, ge=0.0, lt=1.0)
     theta_sim: float | None = Field(default=None, ge=-1.0, le=1.0)
     theta_merge: float | None = Field(default=None, ge=-1.0, le=1.0)
+    # Linked turns, the new one included, that make a topic recur. None: the profile's.
     theta_count: int | None = Field(default=None, ge=1, le=1000)
 
     # "fused": RecMem gets an episode or a merge and its facts in one reply; NEMORI compares all facts of a
@@ -85,9 +88,11 @@ class Settings(BaseSettings):
     salience_day_tokens: int = Field(default=20_000, ge=0)
     quiet_share: float = Field(default=0.7, ge=0.0, lt=1.0)
 
-    # NEMORI, section 4.1: w, tau
+    # NEMORI, section 4.1: w, the messages of a window, and tau, the least cosine of a fact that a prediction
+    # is made from.
     window_messages: int = Field(default=20, ge=1, le=200)
     theta_evoke: float = Field(default=0.70, ge=-1.0, le=1.0)
+    # NEMORI: what is done with new facts (docs/policies.md).
     management: ManagementName = "native"
     # NEMORI, table 6: which text of an episode is embedded, and which one an answer is given. With
     # "narrative" an answer also gets the raw messages of the `raw_of_best` best episodes.
@@ -97,7 +102,8 @@ class Settings(BaseSettings):
     # call if there is none. It belongs to the embedding model.
     theta_compare: float = Field(default=0.65, ge=-1.0, le=1.0)
 
-    # MemoryOS, section 4.1: the pages of short-term memory, and tau
+    # MemoryOS, section 4.1: the pages of short-term memory, and tau, the
+    # heat from which a segment is learned from.
     short_term_pages: int = Field(default=7, ge=1, le=100)
     heat_threshold: float = Field(default=5.0, ge=0.0)
 
@@ -136,6 +142,7 @@ class Settings(BaseSettings):
     # cross-encoder:MODEL, a sentence-transformers cross-encoder's name or folder, on the CPU. After
     # `rerank_ms`, and after an error, the order of the search stays.
     rerank: str = Field(default="off", pattern=r"^(off|cross-encoder:.+)$")
+    # How many candidates are ranked anew, and the milliseconds it may take.
     rerank_candidates: int = Field(default=20, ge=1, le=200)
     rerank_ms: int = Field(default=1_000, ge=1)
 
@@ -144,9 +151,10 @@ class Settings(BaseSettings):
     # What stands before a query, and before a text that is stored. None: what the model's configuration says.
     query_prompt: str | None = None
     document_prompt: str | None = None
-    # For openai:MODEL, such as http://127.0.0.1:8000/v1. `llm_patience_s` applies.
+    # For openai:MODEL: the endpoint, such as http://127.0.0.1:8000/v1, and its key. `llm_patience_s` applies.
     embedding_url: str | None = None
     embedding_api_key: str = "none"
+    # The most texts of one request to it.
     embedding_batch_texts: int = Field(default=64, ge=1, le=2_048)
     # A longer text is embedded in parts. The model's maximum of tokens is safe: a token has at least a byte.
     embedding_window_bytes: int = Field(default=8_000, ge=64, le=1 << 18)
@@ -157,15 +165,20 @@ class Settings(BaseSettings):
     gate_int8: bool = False
     # The division of GPU memory; without a GPU it has no effect.
     card_shares: str = "llm=0.5,arena=0.35,encoder=0.1"
+    # Whether a turn is embedded with its time, as in the RecMem paper's released code.
     embed_timestamp: bool = False
+    # Texts whose vectors are kept in memory, so that they are not embedded again.
     encode_cache_texts: int = Field(default=4_096, ge=0)
 
+    # What a commit outlives: "commit" a killed process; "fsync" also a machine that loses power.
     durability: Literal["commit", "fsync"] = "commit"
     # Turns of one step; None: as many as are admitted in half a second (engine/step/batch_size.py).
     batch_turns: int | None = Field(default=None, ge=1, le=65_536)
     # Turns that wait to be stored; a bulk load has as many again behind those that are being stored.
     queue_turns: int = Field(default=8_192, ge=1)
+    # The most undecided turns of one tenant that a step asks the gate about.
     gate_lookahead_turns: int = Field(default=64, ge=1)
+    # The longest message, in UTF-8.
     max_message_bytes: int = Field(default=1_000_000, ge=1)
     # The largest export to import: it is held in memory and committed at once.
     max_import_bytes: int = Field(default=256 << 20, ge=1)
@@ -183,18 +196,23 @@ class Settings(BaseSettings):
     # Comma-separated URLs, or ray:NAME for a server run by a Ray actor (engine/llm/discovery.py).
     # `llm_in_flight` applies to each.
     llm_url: str | None = None
+    # The model to ask for, by default the first that the server lists; and the key for it.
     llm_model: str | None = None
     llm_api_key: str = "none"
     # A JSON object with more parameters for each request, such as {"reasoning_effort": "low"}, or for vLLM
     # {"chat_template_kwargs": {"enable_thinking": false}}.
     llm_extra_body: str = "{}"
+    # Requests under way at each server, and how long one may take.
     llm_in_flight: int = Field(default=64, ge=1)
     llm_timeout_s: float = Field(default=300.0, gt=0)
+    # How long a server may be silent before a command ends and leaves the work pending.
     llm_patience_s: float = Field(default=60.0, gt=0)
+    # What the model's context holds, prompt and reply.
     context_tokens: int = Field(default=8_192, ge=1_024)
     # The room that prompts leave for a reply. A reply that is cut off at it is asked for again, shorter, and
     # may then use what else the context has room for, up to the longest reply of its schema.
     reply_tokens: int = Field(default=1_024, ge=64)
+    # The LLM tokens of a tenant, since it was made; when they are spent, no more are used. None: no bound.
     tenant_token_budget: int | None = Field(default=None, ge=0)
 
     @field_validator("card_shares")

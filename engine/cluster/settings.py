@@ -35,6 +35,7 @@ class ClusterSettings(BaseSettings):
         env_prefix="UNDERTOW_CLUSTER_", env_ignore_empty=True, frozen=True, extra="forbid"
     )
 
+    # CPUs that Ray sets aside for a shard
     num_cpus: float = Field(default=1.0, ge=0)
     # of a shard: a fraction lets several share a card
     num_gpus: float = Field(default=0.0, ge=0)
@@ -50,6 +51,7 @@ class ClusterSettings(BaseSettings):
     window_calls: int = Field(default=16, ge=1)
     window_turns: int = Field(default=8_192, ge=1)
     lane_turns: int = Field(default=16_384, ge=1)
+    # turns of one call to a shard
     call_turns: int = Field(default=2_048, ge=1, le=65_536)
     # calls of any kind of one router pending at a shard; more are refused and retried
     max_pending_calls: int = Field(default=256, ge=8)

@@ -109,7 +109,7 @@ LogFormatName = Literal[
     "zep",
     "langgraph",
 ]
-LogFormat = Annotated[LogFormatName, typer.Option("--format")]
+LogFormat = Annotated[LogFormatName, typer.Option("--format", help="auto: told by the content.")]
 Owner = Annotated[
     str | None,
     typer.Option("--tenant", metavar="NAME", help="The owner of an export's turns (docs/importing.md)."),

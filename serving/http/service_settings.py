@@ -21,9 +21,10 @@ class ServiceSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 
-    # the size of one request
+    # the size of one request, and of an import
     max_body_bytes: int = Field(default=4 << 20, ge=1 << 10)
     max_import_bytes: int = Field(default=256 << 20, ge=1 << 10)
+    # in one request: the items of an add, the hits of a search, the entries of a page of a list
     max_items: int = Field(default=256, ge=1, le=10_000)
     max_top_k: int = Field(default=1_000, ge=1, le=1_000)
     max_page: int = Field(default=1_000, ge=1, le=1_000)
@@ -34,7 +35,7 @@ class ServiceSettings(BaseSettings):
     # how long a client may read nothing of a response
     read_timeout_s: float = Field(default=60.0, gt=0)
 
-    # requests under way: in all, for one tenant, with one key; and connections
+    # requests under way: in all, for one tenant, with one key
     max_requests: int = Field(default=256, ge=2)
     max_tenant_requests: int = Field(default=32, ge=1)
     max_key_requests: int = Field(default=128, ge=1)
@@ -45,6 +46,7 @@ class ServiceSettings(BaseSettings):
     # half of them with one key
     max_long_requests: int = Field(default=128, ge=1)
     max_imports: int = Field(default=4, ge=1)
+    # connections, and how long an idle one is kept
     max_connections: int = Field(default=4_096, ge=1)
     keep_alive_s: int = Field(default=30, ge=1)
 
@@ -57,13 +59,14 @@ class ServiceSettings(BaseSettings):
     # how long to keep jobs that ended, and responses to requests with an Idempotency-Key
     keep_s: float = Field(default=86_400.0, gt=0)
 
-    # streams of events, in all, of one tenant and with one key, which count among no other requests of these,
-    # and how long one may last; webhooks, in all and with one key, how long one may fail before it is
-    # disabled, and networks where they may go besides the public internet, at any port and without TLS
+    # streams of events, which count among no other requests of these: in all, of one tenant and with one key,
+    # and how long one may last
     max_streams: int = Field(default=64, ge=1)
     max_tenant_streams: int = Field(default=8, ge=1)
     max_key_streams: int = Field(default=4, ge=1)
     stream_s: float = Field(default=300.0, gt=0)
+    # webhooks, in all and with one key, how long one may fail before it is disabled, and networks where they
+    # may go besides the public internet, at any port and without TLS
     max_webhooks: int = Field(default=256, ge=1)
     max_key_webhooks: int = Field(default=16, ge=1)
     webhook_patience_s: float = Field(default=3 * 86_400.0, gt=0)

@@ -66,7 +66,12 @@ NO_OPTIONS = RunOptions()
 @consume.command()
 @opt.with_groups
 def kafka(
-    brokers: Annotated[str, typer.Option("--brokers", metavar="HOST:PORT,...", show_default=False)],
+    brokers: Annotated[
+        str,
+        typer.Option(
+            "--brokers", metavar="HOST:PORT,...", help="Kafka's bootstrap servers.", show_default=False
+        ),
+    ],
     topic: Annotated[
         list[str], typer.Option("--topic", help="May be given more than once.", show_default=False)
     ],
@@ -99,8 +104,11 @@ def kafka(
 @consume.command()
 @opt.with_groups
 def redis(
-    url: Annotated[str, typer.Option("--url", envvar="UNDERTOW_REDIS_URL", show_default=False)],
-    stream: Annotated[str, typer.Option("--stream", show_default=False)],
+    url: Annotated[
+        str,
+        typer.Option("--url", envvar="UNDERTOW_REDIS_URL", help="Redis' address.", show_default=False),
+    ],
+    stream: Annotated[str, typer.Option("--stream", help="The stream's key.", show_default=False)],
     group: Group,
     store: opt.Store,
     consumer: Annotated[
