@@ -15,7 +15,8 @@ from ..support.cli import run
 from ..support.service.http import serving
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+# the README has the first example, docs/using.md the others
+README = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/using.md"))
 SETTINGS = {f"UNDERTOW_{name.upper()}": field for name, field in Settings.model_fields.items()}
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 PYTHON = [code for language, code in BLOCKS if language == "python"]
