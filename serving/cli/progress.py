@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer
 from typing import TYPE_CHECKING
 
 from rich import progress as bars
@@ -15,8 +18,21 @@ if TYPE_CHECKING:
     from undertow.engine.base.results import IngestReport
 
 REFRESH_S = 0.25
+LONG_S = 4.0
 # errors, and warnings, that are reported one by one
 SHOWN_PROBLEMS = 50
+
+
+@contextmanager
+def said_if_long(words: str) -> Iterator[None]:
+    """Say what is waited for, if the block takes more than some seconds."""
+    timer = Timer(LONG_S, say, [words])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Bar(bars.Progress):

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from undertow.serving.cli import progress
+
 from ..support.cli import ENV, PROGRAM, run
+from ..support.llm_servers import wait_until
 
 TURNS = 24
 COMMANDS = (
@@ -166,3 +169,9 @@ def test_the_first_minute_needs_no_llm() -> None:
     assert shown.count("\n  turn ") == 5
     rare = run("quickstart", env={"UNDERTOW_THETA_SIM": "1"}).out
     assert "No topic comes back" in rare
+
+
+def test_a_long_wait_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "LONG_S", 0.01)
+    with progress.said_if_long("Waiting for the LLM server."):
+        wait_until(lambda: "Waiting for the LLM server." in capsys.readouterr().err)

@@ -79,7 +79,7 @@ def environments(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
     """A folder for each extra, "base" for none, with the wheel unpacked in it."""
     folder = tmp_path_factory.mktemp("environments")
     sharers = Counter(top for dist in metadata.distributions() for top in tops_of(dist))
-    for extra in ("base", "engine", "serve", "adapters"):
+    for extra in ("base", "engine", "serve", "adapters", "streams", "cluster"):
         (folder / extra).mkdir()
         for dist in distributions(extra).values():
             whole = {top for top in tops_of(dist) if sharers[top] == 1}
@@ -184,9 +184,25 @@ print(sorted({"fastapi", "ray", "matplotlib", "langgraph", "llama_index"} & sys.
 
 
 def test_the_service_imports_with_its_extra_alone(environments: Path) -> None:
-    code = "import undertow.serving.http.hosting, undertow.serving.mcp.server; print('ray' in sys.modules)"
-    done = python(environments / "serve", code)
+    parts = "undertow.serving.http.hosting, undertow.serving.mcp.server, undertow.serving.inspector.pages"
+    done = python(environments / "serve", f"import {parts}; print('ray' in sys.modules)")
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("extra", "module"),
+    [
+        ("engine", "serving.streams.flight"),
+        ("streams", "serving.streams.kafka"),
+        ("streams", "serving.streams.redis_streams"),
+        ("cluster", "engine.cluster.ray.datasink"),
+    ],
+)
+def test_tables_and_streams_import_with_their_extra_alone(
+    environments: Path, extra: str, module: str
+) -> None:
+    done = python(environments / extra, f"import undertow.{module}; print('fastapi' in sys.modules)")
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["False"]), done.stderr
 
 
 @pytest.mark.parametrize("name", ["langgraph", "llama_index", "openai_agents"])

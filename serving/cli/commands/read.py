@@ -24,6 +24,7 @@ from undertow.serving.cli.output import (
     put_text,
     say,
 )
+from undertow.serving.cli.progress import said_if_long
 from undertow.serving.cli.served import ServiceUrl, client_of, hit_report
 from undertow.serving.cli.stores import (
     all_reports,
@@ -74,15 +75,8 @@ SHOWN_FIELDS = {
     "facts": ("id", "made_at_seq", "superseded_at_seq", "timestamp", "fact_kind", "text"),
 }
 WHY_FIELDS = (
-    "seq",
-    "decision",
-    "merge_asked",
-    "score",
-    "cluster_seqs",
-    "consolidated_at_seq",
-    "nearest_episode",
-    "episode_ids",
-    "fact_ids",
+    *("seq", "decision", "merge_asked", "score", "cluster_seqs", "consolidated_at_seq"),
+    *("nearest_episode", "episode_ids", "fact_ids"),
 )
 
 
@@ -232,7 +226,9 @@ def ask(
         text, usage, words_only = told.answer, dict(told.usage), told.words_only
         memories = list(map(hit_report, told.memories))
     else:
-        with _open_to_answer(store, tenant, models.settings(answer_style=style)) as engine:
+        settings = models.settings(answer_style=style)
+        waiting = said_if_long(f"Waiting for the LLM server, {settings.llm_url}. Ctrl-C ends it.")
+        with _open_to_answer(store, tenant, settings) as engine, waiting:
             engine.tenants.require(tenant)
             try:
                 given = engine.answer(tenant, question, as_of=as_of, mode=mode)
