@@ -1,1 +1,1 @@
-"""Events told to other systems: webhooks, and the wake-up of who follows a stream."""
+"""Events for other systems: delivery of webhooks, and the signal that wakes streams."""

@@ -1,6 +1,7 @@
-"""Wakes who follows events once there are some, and names events without telling how many others have.
+"""Wakes streams and webhooks when there are new events, and gives events their ids.
 
-A wake-up is a hint: who is woken reads the journal behind a cursor, and so does who has waited for long.
+A wake-up is a hint: a listener reads the journal behind its cursor when it is woken, and after a timeout too.
+An id does not reveal how many events other tenants have.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ POLL_S = 0.5
 
 
 class Feed:
-    """Used on the event loop only. Without listeners it asks nothing."""
+    """Used on the event loop only. It polls the shards only while there are listeners."""
 
     def __init__(self, memories: AsyncMemories) -> None:
         self._memories = memories

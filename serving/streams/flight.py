@@ -41,7 +41,7 @@ class TurnStore(Protocol):
 
 
 class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
-    """Stores what `do_put` sends, from when it is made."""
+    """Stores the record batches that clients send with `do_put`. It listens once it is made."""
 
     def __init__(
         self,
@@ -53,9 +53,10 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
         threads: int = 1,
         certificate: tuple[bytes, bytes] | None = None,
     ) -> None:
-        """`keys`: whose holders may write to their tenants; None: everyone may. UndertowError: the address.
+        """`keys`: the API keys that are accepted; None: no key is needed.
 
-        `threads`: how many may use the store at a time. `certificate`: chain and key, PEM.
+        `threads`: how many may use the store at a time. `certificate`: chain and key, PEM. UndertowError: it
+        cannot listen at `location`.
         """
         self.storing = ThreadPoolExecutor(threads, "storing")
         self._store, self._max_message_bytes = store, max_message_bytes
@@ -71,9 +72,9 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
             raise UndertowError(f"cannot listen at {location}: {error}") from None
 
     def stop(self) -> bool:
-        """Finish the batches under way, and refuse later ones. False: a silent client keeps its call open.
+        """Finish the batches under way, and refuse later ones. False: an idle client keeps its call open.
 
-        The process of such a call has to end without waiting for it, as gRPC would.
+        The process then has to end by `os._exit`: gRPC would wait for that client.
         """
         self._stopping = True
         ending = Thread(target=self.shutdown, daemon=True)
@@ -93,7 +94,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
 
         Each batch is answered by JSON metadata, {"turns", "new_turns", "parked_turns"}, when it is durable.
         The path of the descriptor, if it has one, says where the rows are from: sent again under it, rows
-        without idempotency key are duplicates. Who got fewer answers than it sent batches repeats the call.
+        without idempotency key are duplicates. A client with fewer answers than batches repeats the call.
         """
         key: _Key | None = context.get_middleware(KEY)
         place = "/".join(part.decode(errors="replace") for part in descriptor.path or ())

@@ -236,6 +236,8 @@ def test_a_dataset_is_stored_in_its_order_and_again_changes_nothing(root: Locati
         write_turns(keyed, root, of_store, source="crm", shards=2, resources=SMALL) for _ in range(2)
     )
     assert (first.turns, first.new_turns, second.turns, second.new_turns) == (600, 600, 600, 0)
+    none = write_turns(keyed.filter(lambda _: False), root, of_store, source="none")
+    assert (none.turns, none.new_turns) == (0, 0)
     bad = ray.data.from_arrow(pa.table({"tenant": ["t1"], "messages": ["nonsense"]}))
     with pytest.raises(InputError, match="field 'messages'"):
         write_turns(bad, root, of_store, source="bad")

@@ -75,6 +75,8 @@ class TurnSink(Datasink[TableReport]):
         """Store the rows of one task; durable and searchable on return."""
         with closing(self._open()) as cluster:
             tables = [BlockAccessor.for_block(block).to_arrow() for block in blocks]
+            if not (tables := [table for table in tables if table.num_rows]):
+                return TableReport(0, 0)  # a filter has left nothing, perhaps no columns
             rows = pa.concat_tables(tables, promote_options="permissive")
             return cluster.add_table(rows, source=f"{self._source}/{ctx.task_idx}")
 
