@@ -191,7 +191,7 @@ $(SETUP_VLLM): serving/requirements-vllm.txt
 	@$(VLLM_VENV)/bin/pip install $(PIP_FLAGS) --no-deps --requirement serving/requirements-vllm.txt | $(PROGRESS) \
 		|| $(call hint,$(NO_INSTALL))
 	@$(VLLM_VENV)/bin/python -P -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' \
-		|| $(call hint,The server needs a CPU build of torch; docs/using.md says how to choose one. Then: make clean setup-vllm)
+		|| $(call hint,The server needs a CPU build of torch; docs/install.md says how to choose one. Then: make clean setup-vllm)
 	@touch $@
 
 $(SETUP_PEERS): bench/peers/requirements.txt bench/peers/constraints.txt

@@ -2,7 +2,7 @@
 
 After Mem0 (Chhikara et al. 2025, section 2.1). Extraction: facts come from the newest exchange, with the
 recent messages as context. Update: each candidate is compared with the most similar stored facts, and the LLM
-chooses ADD, UPDATE, DELETE or NOOP. Two calls a turn, or one if nothing was extracted. docs/decisions/0017
+chooses ADD, UPDATE, DELETE or NOOP. Two calls a turn, or one if nothing was extracted. docs/decisions/0043
 lists the differences from Mem0 and their reasons.
 """
 

@@ -15,8 +15,9 @@ from ..support.cli import run
 from ..support.service.http import serving
 
 ROOT = Path(__file__).resolve().parents[2]
-# the README has the first example, docs/using.md the others
-README = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/using.md"))
+# the README has the first example, the others are a client of a service and a cluster
+PAGES = ("README.md", "docs/service.md", "docs/cluster.md", "docs/operations.md")
+README = "".join((ROOT / name).read_text(encoding="utf-8") for name in PAGES)
 SETTINGS = {f"UNDERTOW_{name.upper()}": field for name, field in Settings.model_fields.items()}
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 PYTHON = [code for language, code in BLOCKS if language == "python"]
