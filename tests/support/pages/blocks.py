@@ -109,7 +109,8 @@ def faults_of(block: Block) -> Iterator[str]:
 def commands_of(text: str) -> Iterator[list[str]]:
     """The words of each command, without assignments before it."""
     for line in text.replace("\\\n", " ").splitlines():
-        lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars=";&|")
+        line = re.sub(r" [<>]+ ?\S+", "", line.removeprefix("$ "))  # where its output goes
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
         lexer.whitespace_split = True
         words: list[str] = []
         for word in [*lexer, ";"]:
@@ -154,13 +155,11 @@ def wrong_options(words: Sequence[str]) -> Iterator[str]:
             yield str(refused)
             return
         for param in command.params:
-            choices = getattr(param.type, "choices", ())
-            values = given.get(param.name)
-            if param.required and values is None:
-                yield f"{param.name} is missing"
-            for value in values if isinstance(values, list) else [values]:
-                if choices and value is not None and value not in map(str, choices):
-                    yield f"{param.name} is none of {', '.join(map(str, choices))}"
+            try:
+                param.process_value(context, given.get(param.name))
+            except Exception as refused:  # noqa: BLE001 - as above
+                if "does not exist" not in str(refused):  # the reader's files are not here
+                    yield f"{param.name}: {refused}"
         below = getattr(command, "commands", None)
         if below is None:
             yield from (f"unexpected {word}" for word in rest)

@@ -42,6 +42,7 @@ ENV = {
     "UNDERTOW_DEVICE": "cpu",
     "UNDERTOW_SERVICE_STREAM_S": "1",  # an endless stream ends
     "MEM0_TELEMETRY": "False",
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
 }
 # what `undertow` is on this terminal's PATH: it asks the thread below, and ends as the fork ends
 PROGRAM = """#!{python} -SE
@@ -127,6 +128,7 @@ class Terminal:
         text = PORT.sub(lambda found: found[1] + self._port(found[2]), text)
         if "ut_..." in text:
             shown = re.findall(r"^ut_\S+$", self._out.read_text(), re.MULTILINE)
+            assert shown, "an earlier block has to show a key"
             text = text.replace("ut_...", shown[-1])
         return text.replace(".venv/bin/", "").replace('connect("local")', 'connect("auto")')
 
