@@ -11,8 +11,9 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..cli import PROGRAM
 
@@ -25,6 +26,9 @@ FORKS.set_forkserver_preload(
         "undertow.serving.streams.consumer",
         "undertow.bench.quality.run.evaluate",
         "openai.resources.chat",
+        "undertow.kernels.topk.host_rows",
+        "undertow.kernels.gate.cpu_gate",
+        "scipy.linalg",
     ]
 )
 
@@ -40,6 +44,8 @@ def started(
 ) -> Forked | subprocess.Popen[bytes]:
     """The command, see `Forked`. `afresh`: by a new interpreter, as users start it."""
     if not afresh:
+        for file in (out, err):
+            file.write_text("")
         return Forked(args, env, out, err, files)
     with out.open("w") as to_out, err.open("w") as to_err:  # no pipe: orphans would hold it open
         return subprocess.Popen([*PROGRAM, *map(str, args)], env=env, stdout=to_out, stderr=to_err)
@@ -55,19 +61,11 @@ class Forked:
         out: Path,
         err: Path,
         files: int | None = None,
+        folder: Path | None = None,
     ) -> None:
-        """`out`, `err`: the files of its output. `files`: how many it may open; half of them at first."""
-        for file in (out, err):
-            file.write_text("")
+        """`out`, `err`: the files that its output is added to. `files`: how many it may open; half at first."""
         words = [str(arg) for arg in args]
-        self._process = FORKS.Process(
-            target=run_program, args=(words, dict(env), str(out), str(err), files), daemon=True
-        )
-        sys.path.append(str(ROOT))  # it unpickles `run_program` by the name of this module
-        try:
-            self._process.start()
-        finally:
-            sys.path.remove(str(ROOT))
+        self._process = fork(run_program, words, dict(env), str(out), str(err), files, folder)
 
     @property
     def pid(self) -> int:
@@ -95,13 +93,33 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def run_program(args: list[str], env: dict[str, str], out: str, err: str, files: int | None) -> None:
-    """In the fork: what `python -m undertow.serving.cli` does."""
+def fork(target: Callable[..., None], *args: Any) -> Any:
+    """A process that calls it; started."""
+    process = FORKS.Process(target=target, args=args, daemon=True)
+    sys.path.append(str(ROOT))  # it unpickles `target` by the name of its module
+    try:
+        process.start()
+    finally:
+        sys.path.remove(str(ROOT))
+    return process
+
+
+def settle(env: Mapping[str, str], out: str, err: str, folder: Path | None) -> None:
+    """In the fork: its environment, the files of its output and its folder; this folder if None."""
     for name, stream in ((out, 1), (err, 2)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), stream)
     sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(env)
+    if folder is not None:
+        os.chdir(folder)
+
+
+def run_program(
+    args: list[str], env: dict[str, str], out: str, err: str, files: int | None, folder: Path | None
+) -> None:
+    """In the fork: what `python -m undertow.serving.cli` does."""
+    settle(env, out, err, folder)
     if files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files // 2, files))
     sys.argv = ["undertow", *args]

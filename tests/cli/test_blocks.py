@@ -1,0 +1,96 @@
+"""Every command and every Python block of README and docs runs here, or says why not.
+
+A block is not run if `<!-- not run: REASON -->` stands directly above it; its options, modules, targets and
+settings are looked up all the same. The pages' terminal: tests/support/pages/terminal.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from undertow.engine.base.config import Settings
+
+from ..engine.readers.exports.samples import boat_chat
+from ..support.cluster.forked import ROOT
+from ..support.eval import conversation, haystack
+from ..support.pages.blocks import blocks_of, faults_of, pages
+from ..support.pages.terminal import Terminal
+
+TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in pages()}
+BLOCKS = [block for page, text in TEXTS.items() for block in blocks_of(page, text)]
+CODE = [block for block in BLOCKS if block.is_code]
+RUN = [block for block in CODE if block.reason is None]
+# not run, at most
+MOST = {
+    "needs a card": 9,
+    "needs a cluster": 5,
+    "needs a hosted LLM": 1,
+    "needs minutes and gigabytes": 20,
+    "needs another program": 4,
+}
+# what the Python blocks of a page have made
+HOLDS: dict[str, list[str]] = {}
+
+
+def chatgpt(file: Path) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("conversations.json", json.dumps([boat_chat()]))
+
+
+def locomo(file: Path) -> None:
+    file.write_text(json.dumps([conversation(sample_id="conv-30")]))
+
+
+def mem0(file: Path) -> None:
+    file.write_text(json.dumps({"results": [{"id": "1", "memory": "Ann sails.", "user_id": "ann"}]}))
+
+
+# files that readers have, in small: exports of their accounts, published benchmarks
+GIVEN: dict[str, Callable[[Path], object]] = {
+    "chatgpt-export.zip": chatgpt,
+    "WhatsApp Chat with Ann.txt": lambda file: file.write_text("05/01/2026, 09:12 - Ann: The boat leaks.\n"),
+    "mem0.json": mem0,
+    "locomo10.json": locomo,
+    "longmemeval_s.json": lambda file: file.write_text(json.dumps([haystack()])),
+}
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(block.page for block in RUN))
+def test_the_blocks_of_a_page_run(
+    page: str, tmp_path: Path, server: str, request: pytest.FixtureRequest
+) -> None:
+    blocks = [block for block in RUN if block.page == page]
+    text = "".join(block.text for block in blocks)
+    on_ray = "connect(" in text or "--ray" in text
+    more = {"RAY_ADDRESS": request.getfixturevalue("ray_address")} if on_ray else {}
+    with Terminal(tmp_path, blocks, server, **more) as terminal:
+        for name, make in GIVEN.items():
+            if name in text:
+                make(terminal.folder / name)
+        if page == "CONTRIBUTING.md":  # whose reader stands in a checkout
+            for entry in ROOT.iterdir():
+                (terminal.folder / entry.name).symlink_to(entry)
+        for block in blocks:
+            terminal.run(block)
+        for expression in HOLDS.get(page, ()):
+            terminal.holds(page, expression)
+
+
+def test_every_block_is_sound_as_it_stands() -> None:
+    faults = [f"{block.place}: {fault}" for block in BLOCKS for fault in faults_of(block)]
+    assert not faults, "\n" + "\n".join(faults)
+
+
+def test_few_blocks_are_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = Counter(block.kind for block in CODE if block.reason is not None)
+    with capsys.disabled():
+        print(f"\n{len(RUN)} blocks of commands and Python run, {kept.total()} do not: {dict(kept)}")
+    assert kept <= Counter(MOST), kept - Counter(MOST)
+    assert kept.total() <= len(CODE) / 3
