@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 from starlette.types import Message, Receive
 
+from undertow.serving.http.middleware.admission import Place
+
 T = TypeVar("T")
 
 # The requests that begin in one iteration of the loop are expected to take so long.
@@ -119,9 +121,9 @@ class FairTurns:
         # for the thread
         self._aside, self._is_busy = _Line(), False
 
-    def turn(self, tenant: str) -> Turn:
-        """That of a new request."""
-        return Turn(self, tenant)
+    def turn(self, tenant: str, place: Place | None = None) -> Turn:
+        """That of a new request, which leaves its place when its turn has come."""
+        return Turn(self, tenant, place)
 
     async def refusal(self) -> None:
         """Wait to refuse a request: few are refused in one iteration, which slows down who asks on."""
@@ -217,8 +219,9 @@ class FairTurns:
 class Turn:
     """The turn of one request, once."""
 
-    def __init__(self, turns: FairTurns, tenant: str) -> None:
+    def __init__(self, turns: FairTurns, tenant: str, place: Place | None) -> None:
         self.tenant = tenant
+        self._place = place
         self._turns = turns
         self._begun = False
 
@@ -227,6 +230,8 @@ class Turn:
         if not self._begun:
             self._begun = True
             await self._turns.begin(self)
+            if self._place is not None:
+                self._place.leave()
 
     def after_body(self, receive: Receive) -> Receive:
         """`receive`, where the last part of the request's body comes in turn."""
