@@ -19,6 +19,7 @@ from undertow.serving.auth.principal import Principal
 from undertow.serving.events import sender, webhooks
 from undertow.serving.events.feed import Feed
 from undertow.serving.http.jobs.queue import JobQueue
+from undertow.serving.http.middleware.admission import Admission
 from undertow.serving.http.middleware.fair_turns import FairTurns
 from undertow.serving.http.middleware.front import sender_of
 from undertow.serving.http.middleware.guard import Guard
@@ -70,6 +71,7 @@ class Service:
         self.jobs = JobQueue(state, self.settings)
         self.readiness = Readiness(memories, llm=engine.llm_url is not None)
         self.metrics = HTTPMetrics()
+        self.admission = Admission(self.settings.max_wait_s, self.metrics.note_unread)
         self.feed = Feed(memories)
         send = sender.Sender(self.settings.webhook_networks)
         self.webhooks = webhooks.Webhooks(memories, self.feed, send, self.metrics)

@@ -35,6 +35,8 @@ class ServiceSettings(BaseSettings):
     # how long a client may read nothing of a response
     read_timeout_s: float = Field(default=60.0, gt=0)
 
+    # how long a request may wait for its turn on the event loop, about
+    max_wait_s: float = Field(default=0.1, gt=0)
     # requests under way: in all, for one tenant, with one key
     max_requests: int = Field(default=256, ge=2)
     max_tenant_requests: int = Field(default=32, ge=1)

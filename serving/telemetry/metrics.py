@@ -72,6 +72,11 @@ class HTTPMetrics:
         if status in REFUSALS:
             self._refused.labels(problem or str(status)).inc()
 
+    def note_unread(self, count: int) -> None:
+        """Count requests that were refused unread, for overload; their routes are not known."""
+        self._requests.labels("unread", "other", "4xx").inc(count)
+        self._refused.labels("overload").inc(count)
+
     def exposition(self, status: Status) -> bytes:
         """All metrics in Prometheus' text format; `status`: the current Router.status."""
         scrape = prometheus.CollectorRegistry()

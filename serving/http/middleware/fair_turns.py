@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from typing import Any, TypeVar
 
 from starlette.types import Message, Receive
 
+from undertow.serving.http.middleware.admission import Place
+
 T = TypeVar("T")
 
 # The requests that begin in one iteration of the loop are expected to take so long.
@@ -22,6 +23,8 @@ ITERATION_S = 0.004
 REFUSED_AT_ONCE = 2
 # What a request takes at least, with what is done before and after its turn.
 LEAST_S = 0.0005
+# Tenants that have used the loop about alike, by this power of two, take turns.
+NEAR = 2.0
 # A tenant has used far more than another: by this power of two. A request of the lighter one holds its own
 # for so long: it may take much longer, without the loop.
 FAR_MORE, HELD_S = 3.0, 0.02
@@ -53,30 +56,34 @@ class _Use:
 
 
 class _Line:
-    """Requests that wait. That of the tenant with the lowest rank is next, its oldest one."""
+    """Requests that wait. Tenants with a rank near the lowest take turns, each with its oldest request.
+
+    In the order of exact ranks, one that has just been served would wait until all of its equals were.
+    """
 
     def __init__(self) -> None:
-        # a tenant's rank is that of the moment when it came to the front
-        self._tenants: list[tuple[float, str]] = []
+        # in the order of their turns; a tenant's rank is that of the moment when it came to the front
+        self._ranks: dict[str, float] = {}
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._tenants)
+        return bool(self._ranks)
 
     @property
     def next_tenant(self) -> str:
-        return self._tenants[0][1]
+        near = self.lowest_rank + NEAR
+        return next(tenant for tenant, rank in self._ranks.items() if rank <= near)
 
     @property
     def lowest_rank(self) -> float:
-        return self._tenants[0][0]
+        return min(self._ranks.values())
 
     async def wait(self, tenant: str, rank: float, on_lost: Callable[[], None] = lambda: None) -> None:
         """`on_lost`: called if the turn has come to one that was cancelled."""
         turn = asyncio.get_running_loop().create_future()
         if tenant not in self._waiting:
             self._waiting[tenant] = deque()
-            heapq.heappush(self._tenants, (rank, tenant))
+            self._ranks[tenant] = rank
         self._waiting[tenant].append(turn)
         try:
             await turn
@@ -85,14 +92,13 @@ class _Line:
                 on_lost()
             raise
 
-    def call(self, rank: float) -> bool:
-        """Let the next one go on; `rank`: of its tenant. False: it was cancelled."""
-        tenant = self.next_tenant
+    def call(self, tenant: str, rank: float) -> bool:
+        """Let the tenant's oldest one go on; `rank`: of the tenant. False: it was cancelled."""
         turn = self._waiting[tenant].popleft()
+        del self._ranks[tenant]
         if self._waiting[tenant]:
-            heapq.heapreplace(self._tenants, (rank, tenant))
+            self._ranks[tenant] = rank
         else:
-            heapq.heappop(self._tenants)
             del self._waiting[tenant]
         if turn.done():
             return False
@@ -101,7 +107,7 @@ class _Line:
 
 
 class FairTurns:
-    """Of the tenants with waiting requests, the one that has used the loop least is next.
+    """Of the tenants with waiting requests, those that have used the loop least take turns.
 
     A few requests begin in one iteration of the loop, which reads new ones in between. Those of a tenant that
     has used it far more than another one whose request has just begun wait for a moment, or for its end.
@@ -119,9 +125,9 @@ class FairTurns:
         # for the thread
         self._aside, self._is_busy = _Line(), False
 
-    def turn(self, tenant: str) -> Turn:
-        """That of a new request."""
-        return Turn(self, tenant)
+    def turn(self, tenant: str, place: Place | None = None) -> Turn:
+        """That of a new request, which leaves its place when its turn has come."""
+        return Turn(self, tenant, place)
 
     async def refusal(self) -> None:
         """Wait to refuse a request: few are refused in one iteration, which slows down who asks on."""
@@ -145,7 +151,8 @@ class FairTurns:
         """The thread is free: it stays taken if another one is called."""
         self._is_busy = False
         while self._aside and not self._is_busy:
-            self._is_busy = self._aside.call(self.use_of(self._aside.next_tenant).rank)
+            tenant = self._aside.next_tenant
+            self._is_busy = self._aside.call(tenant, self.use_of(tenant).rank)
 
     def use_of(self, tenant: str) -> _Use:
         if (use := self._uses.get(tenant)) is not None:
@@ -159,7 +166,7 @@ class FairTurns:
     async def begin(self, turn: Turn) -> None:
         """Wait for it; `end` follows."""
         use = self.use_of(turn.tenant)
-        if use.rank < self._line.lowest_rank if self._line else self._left_s > 0:
+        if use.rank + NEAR < self._line.lowest_rank if self._line else self._left_s > 0:
             self._begin(use)
         else:
             await self._line.wait(turn.tenant, use.rank)
@@ -190,14 +197,14 @@ class FairTurns:
                 turn.set_result(None)
                 self._refusals_left -= 1
         while self._line:
-            use = self.use_of(self._line.next_tenant)
+            use = self.use_of(tenant := self._line.next_tenant)
             if self._left_s < ITERATION_S and self._left_s < use.typical_s:
                 return  # another iteration is due
             if (held_s := self._held_s(use)) > 0:
                 if self._timer is None:
                     self._timer = asyncio.get_running_loop().call_later(held_s, self._go_on)
                 return
-            if self._line.call(use.rank):
+            if self._line.call(tenant, use.rank):
                 self._begin(use)
 
     def _held_s(self, use: _Use) -> float:
@@ -217,8 +224,9 @@ class FairTurns:
 class Turn:
     """The turn of one request, once."""
 
-    def __init__(self, turns: FairTurns, tenant: str) -> None:
+    def __init__(self, turns: FairTurns, tenant: str, place: Place | None) -> None:
         self.tenant = tenant
+        self._place = place
         self._turns = turns
         self._begun = False
 
@@ -227,6 +235,8 @@ class Turn:
         if not self._begun:
             self._begun = True
             await self._turns.begin(self)
+            if self._place is not None:
+                self._place.leave()
 
     def after_body(self, receive: Receive) -> Receive:
         """`receive`, where the last part of the request's body comes in turn."""

@@ -55,7 +55,7 @@ async def iterations(count: int) -> None:
 async def test_whoever_has_used_the_loop_least_is_next_and_its_oldest_request() -> None:
     world = World()
     world.used("much", 1.0)
-    world.used("some", 0.5)
+    world.used("some", 0.1)
     world.turns.use_of("much").typical_s = fair_turns.ITERATION_S  # one of its requests fills an iteration
     tasks = world.start("much", "much", "much", "some", "new")
     await asyncio.gather(*tasks)
@@ -63,6 +63,18 @@ async def test_whoever_has_used_the_loop_least_is_next_and_its_oldest_request() 
     assert world.begun[0] == "much"
     assert set(world.begun[1:3]) == {"some", "new"}
     assert world.begun[3:] == ["much", "much"]
+
+
+async def test_tenants_that_have_used_the_loop_about_alike_take_turns() -> None:
+    """The one that has used it most of them waits for one request of each, and not for all of theirs."""
+    world = World()
+    for n in range(4):
+        world.used(f"{n}", 0.2 - 0.04 * n)
+    world.used("far more", 2.0)
+    tasks = world.start(*"0000", *"1111", *"2222", *"3333", "far more")
+    fill(world)
+    await asyncio.gather(*tasks)
+    assert world.begun == ["0", "1", "2", "3"] * 4 + ["far more"]
 
 
 async def test_use_is_forgotten_with_time() -> None:
