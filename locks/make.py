@@ -44,11 +44,11 @@ def main() -> None:
     # these two ask for other versions of what the engine needs; `make setup` installs them all the same
     alone = compiled("engine", "--no-deps", *OURS, wanted="mem0ai google-adk")
     engine = compiled("engine", "pyproject.toml", "--extra=dev", *OURS) | alone
-    # torch's libraries for a card; nvrtc is wanted without one too
-    cuda = {name: engine[name] for name in engine if re.match("(nvidia|cuda)-", name)}
-    del cuda["nvidia-cuda-nvrtc"]
+    # what torch needs for a card alone, but for what is tested without one
+    cuda = {name: engine[name] for name in engine if re.match("(nvidia|cuda)-|triton", name)}
+    tested = ("nvidia-cuda-nvrtc", "triton")
     gpu = compiled("gpu", "pyproject.toml", "--extra=gpu", *OURS, wanted="faiss-gpu")
-    write("engine", engine, cuda)
+    write("engine", {name: engine[name] for name in engine if name not in cuda or name in tested})
     write("cuda", cuda)
     write("gpu", gpu, engine, cuda)
     write("service", compiled("service", *IMAGE, "--extra=streams"), cuda)
