@@ -19,12 +19,16 @@ RUN python3 -m venv /opt/undertow \
 
 WORKDIR /usr/src/undertow
 COPY . .
-# faiss-gpu is the same module as faiss-cpu and must take its place. boto3: Ray starts nodes on AWS with it
+# locks/make.py says which extras are in it
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install --constraint constraints.txt '.[cluster,gpu,offline,serve]' 'ray[default]' boto3 \
-    && pip uninstall --yes faiss-cpu \
-    && pip install --constraint constraints.txt faiss-gpu
+    pip install --no-deps --require-hashes --requirement locks/image.txt \
+    && pip install --no-deps --no-build-isolation .
 
+# no root; Ray asks the image for HOME. It holds compiled kernels and models, /data the store: mount volumes there,
+# which take the folder's owner, and /tmp, and nothing else needs to be writable
+ENV HOME=/home/undertow NUMBA_CACHE_DIR=/home/undertow/.cache/numba PYTHONDONTWRITEBYTECODE=1
+RUN useradd --uid 10001 --create-home undertow && install --directory --owner=undertow --group=undertow /data
+USER 10001:10001
 # a folder named `kernels` in the working directory would stand in the way of the package of that name
-WORKDIR /root
+WORKDIR /home/undertow
 CMD ["bash"]

@@ -1,15 +1,23 @@
-# `make` alone lists the targets. Environments: .venv for the engine, .venv-vllm for the local LLM server, and,
-# to measure beside other memory systems, .venv-peers.
+# `make` alone lists the targets. Environments: .venv for the engine, .venv-vllm for the local LLM server; to
+# measure beside other memory systems, .venv-peers; for locks, bills of materials and audits, .venv-tools.
 PYTHON ?= python3
 VENV := .venv
 VLLM_VENV := .venv-vllm
 PEERS_VENV := .venv-peers
+TOOLS_VENV := .venv-tools
 MODEL := .models/qwen2.5-coder-1.5b-instruct-int8
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
 # bytecode is left to the first import: most modules of torch and vLLM are never imported
 PIP_FLAGS := --progress-bar off --no-compile
+# a lock is whole: pip adds nothing to it, and refuses a file with another hash
+LOCKED := $(PIP_FLAGS) --no-deps --require-hashes
+# PyPI has torch for CUDA alone, which takes 17 packages more; its build for CPUs comes first, if it is in reach
+torch_for_cpus = $(1)/bin/pip install $(LOCKED) --requirement locks/torch-cpu.txt | $(PROGRESS) \
+	|| echo "    no build of torch for CPUs in reach (docs/using.md): PyPI's, for CUDA, takes its place"
+cuda_libraries = $(1)/bin/python -c 'import sys, importlib.metadata as m; sys.exit("+cpu" not in m.version("torch"))' \
+	|| $(1)/bin/pip install $(LOCKED) --requirement locks/cuda.txt | $(PROGRESS) || $(call hint,$(NO_INSTALL))
 # of pip's output, what shows that it moves: large downloads and the start of the last step
 PROGRESS := awk '/Downloading .* [MG]B\)/ {print "    " $$2, $$3, $$4; fflush()} \
 	/^Installing collected/ {print "    unpacking " NF - 3 " packages"; fflush()}'
@@ -20,6 +28,9 @@ SETUP := $(VENV)/.stamp
 SETUP_VLLM := $(VLLM_VENV)/.stamp
 SETUP_GPU := $(VENV)/.stamp-gpu
 SETUP_PEERS := $(PEERS_VENV)/.stamp
+SETUP_TOOLS := $(TOOLS_VENV)/.stamp
+# what `make sbom` and `make audit` look at, where they are there
+ENVIRONMENTS = $(wildcard $(VENV) $(VLLM_VENV) $(PEERS_VENV))
 # what tests run under Node.js; without it those tests are skipped, but on CI
 NODE_PACKAGES := serving/client/typescript tests/service/inspector
 SETUP_NODE := $(NODE_PACKAGES:%=%/node_modules/.stamp)
@@ -59,7 +70,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 # images of containers often set it; each of the tests' many processes would compile anew all that it imports
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup setup-vllm setup-node setup-gpu setup-peers kernels model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench client docs soak clean
+.PHONY: help setup setup-vllm setup-node setup-gpu setup-peers kernels model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench client docs lock sbom audit soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -144,24 +155,41 @@ docs: $(SETUP) ## make the manual in build/docs; a broken link is an error
 	@$(VENV)/bin/sphinx-build -q -E -W --keep-going -b html docs build/docs \
 		|| $(call hint,The lines above name the pages.)
 
+lock: $(SETUP_TOOLS) ## make the lock files anew from constraints.txt and pyproject.toml
+	$(call say,locks)
+	@$(TOOLS_VENV)/bin/python locks/make.py || $(call hint,The lines above say which versions do not fit together.)
+
+sbom: $(SETUP_TOOLS) ## a CycloneDX bill of materials of each environment that is there, in build/sbom
+	$(call say,bills of materials)
+	@mkdir -p build/sbom; for venv in $(ENVIRONMENTS); do \
+		$(TOOLS_VENV)/bin/cyclonedx-py environment --validate --output-reproducible --pyproject pyproject.toml \
+			--output-file build/sbom/$${venv#.}.json $$venv || exit; done
+
+# --strict: a package that the service does not know, or a service out of reach, is an error
+audit: $(SETUP_TOOLS) ## ask PyPI for known weaknesses of what the locks pin; one is an error
+	$(call say,known weaknesses)
+	@failed=; for lock in locks/*.txt; do echo "$$lock"; \
+		$(TOOLS_VENV)/bin/pip-audit --strict --disable-pip --require-hashes --progress-spinner off --requirement $$lock \
+			|| failed="$$failed $$lock"; done; test -z "$$failed" || $(call hint,What failed:$$failed)
+
 soak: $(SETUP) ## run the long loads
 	$(call say,soak)
 	@$(VENV)/bin/pytest -m soak --timeout 0
 
 clean: ## remove environments, caches and the model
-	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) $(NODE_PACKAGES:%=%/node_modules) .models .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist docs/reference
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) $(TOOLS_VENV) $(NODE_PACKAGES:%=%/node_modules) .models .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist docs/reference
 
-$(SETUP): pyproject.toml constraints.txt
+$(SETUP): pyproject.toml locks/engine.txt locks/cuda.txt
 	$(call say,engine environment in $(VENV))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| $(call hint,Python 3.11 or newer is needed; name one with: make PYTHON=python3.11 setup)
 	@$(PYTHON) -m venv $(VENV) || $(call hint,$(NO_VENV))
 	$(call say,installing packages: 2 GB on disk)
-	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]' | $(PROGRESS) \
-		|| $(call hint,$(NO_INSTALL))
 	@# mem0ai asks for protobuf<7, google-adk for OpenTelemetry up to 1.44, which what is tested does without
-	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt --no-deps mem0ai google-adk | $(PROGRESS) \
-		|| $(call hint,$(NO_INSTALL))
+	@$(call torch_for_cpus,$(VENV))
+	@$(VENV)/bin/pip install $(LOCKED) --requirement locks/engine.txt | $(PROGRESS) || $(call hint,$(NO_INSTALL))
+	@$(call cuda_libraries,$(VENV))
+	@$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps --no-build-isolation --editable . | $(PROGRESS) || $(call hint,$(NO_INSTALL))
 	$(call say,compiling them on all cores: a process starts in half the time)
 	@$(VENV)/bin/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@
@@ -172,34 +200,38 @@ $(SETUP): pyproject.toml constraints.txt
 		|| $(call hint,Node.js 20 or newer is needed for the tests.)
 
 # faiss-cpu and faiss-gpu are the same module: side by side they overwrite each other's files
-$(SETUP_GPU): $(SETUP)
-	$(call say,installing packages for CUDA 13)
-	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev,gpu]' | $(PROGRESS) \
-		|| $(call hint,$(NO_INSTALL))
-	$(call say,faiss-gpu in the place of faiss-cpu)
+$(SETUP_GPU): $(SETUP) locks/gpu.txt
+	$(call say,installing packages for CUDA 13 and faiss-gpu in the place of faiss-cpu)
 	@$(VENV)/bin/pip uninstall --yes --quiet faiss-cpu faiss-gpu
-	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt faiss-gpu | $(PROGRESS) \
+	@$(VENV)/bin/pip install $(LOCKED) --requirement locks/gpu.txt --requirement locks/cuda.txt | $(PROGRESS) \
 		|| $(call hint,$(NO_INSTALL))
 	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' \
 		|| $(call hint,This torch is a build for CPUs; docs/gpu.md says how to get one for CUDA.)
 	@touch $@
 
-$(SETUP_VLLM): serving/requirements-vllm.txt
+$(SETUP_VLLM): locks/vllm.txt
 	$(call say,LLM server environment in $(VLLM_VENV))
 	@$(PYTHON) -m venv $(VLLM_VENV) || $(call hint,$(NO_VENV))
 	$(call say,installing torch and vLLM: 2 GB on disk)
-	@$(VLLM_VENV)/bin/pip install $(PIP_FLAGS) --no-deps --requirement serving/requirements-vllm.txt | $(PROGRESS) \
-		|| $(call hint,$(NO_INSTALL))
+	@$(call torch_for_cpus,$(VLLM_VENV))
+	@$(VLLM_VENV)/bin/pip install $(LOCKED) --requirement locks/vllm.txt | $(PROGRESS) || $(call hint,$(NO_INSTALL))
 	@$(VLLM_VENV)/bin/python -P -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' \
 		|| $(call hint,The server needs a CPU build of torch; docs/install.md says how to choose one. Then: make clean setup-vllm)
 	@touch $@
 
-$(SETUP_PEERS): bench/peers/requirements.txt bench/peers/constraints.txt
+$(SETUP_PEERS): locks/peers.txt locks/cuda.txt
 	$(call say,other memory systems' environment in $(PEERS_VENV))
 	@$(PYTHON) -m venv $(PEERS_VENV) || $(call hint,$(NO_VENV))
 	$(call say,installing torch, mem0ai and langmem: 1.4 GB on disk)
-	@$(PEERS_VENV)/bin/pip install $(PIP_FLAGS) --constraint bench/peers/constraints.txt \
-		--requirement bench/peers/requirements.txt | $(PROGRESS) || $(call hint,$(NO_INSTALL))
+	@$(call torch_for_cpus,$(PEERS_VENV))
+	@$(PEERS_VENV)/bin/pip install $(LOCKED) --requirement locks/peers.txt | $(PROGRESS) || $(call hint,$(NO_INSTALL))
+	@$(call cuda_libraries,$(PEERS_VENV))
+	@touch $@
+
+$(SETUP_TOOLS): locks/tools.txt
+	$(call say,environment of tools in $(TOOLS_VENV))
+	@$(PYTHON) -m venv $(TOOLS_VENV) || $(call hint,$(NO_VENV))
+	@$(TOOLS_VENV)/bin/pip install $(LOCKED) --requirement locks/tools.txt | $(PROGRESS) || $(call hint,$(NO_INSTALL))
 	@touch $@
 
 $(MODEL)/config.json: | $(SETUP_VLLM)

@@ -37,17 +37,8 @@ def steps(name: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines]
 
 
-def installed(name: str) -> set[str]:
-    """What the file's `pip install` commands name, their options left out."""
-    found: set[str] = set()
-    for words in steps(name):
-        if words[0].endswith("pip") and words[1] == "install":
-            rest = words[2:]
-            while "--constraint" in rest:
-                at = rest.index("--constraint")
-                del rest[at : at + 2]
-            found |= {word for word in rest if not word.startswith("--")}
-    return found
+def installs(name: str) -> list[list[str]]:
+    return [words[2:] for words in steps(name) if words[0].endswith("pip")]
 
 
 def project() -> dict[str, Any]:
@@ -60,7 +51,7 @@ def test_it_parses_and_names_its_base_by_version(name: str) -> None:
     (base,) = values(name, "FROM")
     assert re.fullmatch(r"nvidia/cuda:\$\{CUDA\}-\w+-ubuntu\d\d\.04", base)
     assert re.fullmatch(r"\d+\.\d+\.\d+", args["CUDA"])
-    known = {"ARG", "FROM", "RUN", "ENV", "WORKDIR", "COPY", "CMD"}
+    known = {"ARG", "FROM", "RUN", "ENV", "WORKDIR", "COPY", "USER", "CMD"}
     assert {command.cmd for command in commands(name)} <= known
 
 
@@ -73,22 +64,24 @@ def test_both_have_the_same_system_and_so_the_same_python() -> None:
         assert ["python3", "-m", "venv", "/opt/undertow"] in steps(name)
 
 
-def test_extras_exist_and_cards_get_what_setup_gpu_gives_them() -> None:
-    (ours,) = (word for word in installed("Dockerfile") if word.startswith("."))
-    extras = set(ours.removeprefix(".[").removesuffix("]").split(","))
-    assert extras <= set(project()["optional-dependencies"])
-    assert {"cluster", "gpu"} <= extras
-    order = [words for words in steps("Dockerfile") if words[0] == "pip"]
-    assert [words[1] for words in order] == ["install", "uninstall", "install"]
-    assert order[1][-1] == "faiss-cpu" and order[2][-1] == "faiss-gpu"
+@pytest.mark.parametrize(
+    ("name", "locks"), [("Dockerfile", ["image"]), ("Dockerfile.vllm", ["image-vllm", "image-ray"])]
+)
+def test_packages_come_from_locks_alone(name: str, locks: list[str]) -> None:
+    """tests/repository/test_locks.py says that these have the versions of constraints.txt."""
+    *locked, ours = installs(name)
+    assert ours == ["--no-deps", "--no-build-isolation", "."]
+    for words, lock in zip(locked, locks, strict=True):
+        assert words[:3] == ["--no-deps", "--require-hashes", "--requirement"]
+        assert words[3].endswith(f"locks/{lock}.txt") and (ROOT / "locks" / f"{lock}.txt").exists()
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_ray_is_of_one_version_everywhere(name: str) -> None:
-    pins = (ROOT / "constraints.txt").read_text()
-    assert re.search(r"^ray==\d", pins, re.MULTILINE)
-    with_ray = [words for words in steps(name) if any(word.startswith("ray") for word in words)]
-    assert with_ray and all("constraints.txt" in words for words in with_ray)
+def test_the_last_word_is_a_user_without_root(name: str) -> None:
+    kinds = [command.cmd for command in commands(name)]
+    assert kinds[-3:] == ["USER", "WORKDIR", "CMD"] and values(name, "USER") == ["10001:10001"]
+    assert "HOME /home/undertow" in values(name, "ENV")[-1], "Ray reads the image's HOME"
+    assert values(name, "WORKDIR")[-1] == "/home/undertow"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -110,20 +103,18 @@ def test_the_build_context_has_the_package_and_nothing_else() -> None:
     kept = {line[1:] for line in lines if line.startswith("!")}
     assert all((ROOT / name).exists() for name in kept)
     linked = {link.resolve().name for link in (ROOT / "src/undertow").iterdir() if link.is_symlink()}
-    assert linked | {"src", "pyproject.toml", "constraints.txt"} <= kept
+    assert linked | {"src", "pyproject.toml", "locks"} <= kept
     assert {project()["readme"], *project()["license-files"]} <= kept
     secret = [
         path for path in (".venv", ".git", ".models", "tests", ".env") if any(fnmatch(path, k) for k in kept)
     ]
     assert not secret
-    for name in FILES:
-        assert values(name, "COPY") == [". ."]
+    assert {copy for name in FILES for copy in values(name, "COPY")} == {". .", "locks /usr/src/locks"}
 
 
 def test_the_actor_needs_only_what_its_image_has() -> None:
-    assert {"ray[default]", "pydantic", "typer", "."} <= installed("Dockerfile.vllm")
-    (without,) = (words for words in steps("Dockerfile.vllm") if "--no-deps" in words)
-    assert without[-1] == "."
+    lock = (ROOT / "locks" / "image-ray.txt").read_text()
+    assert all(f"\n{package}==" in lock for package in ("ray", "aiohttp-cors", "pydantic", "typer"))
     program = "import sys, undertow.serving.vllm.ray_actor; print(*{m.split('.')[0] for m in sys.modules})"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True

@@ -1,0 +1,120 @@
+"""The lock files of locks/: whole, with hashes, of the pinned versions, and what is installed here."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = {file.stem: file.read_text() for file in (ROOT / "locks").glob("*.txt")}
+OURS = ("engine", "cuda", "gpu", "service", "image", "image-ray", "torch-cpu")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# what asks for other versions than it is installed with, see the Makefile
+ASK_FOR_OTHERS = {"mem0ai", "google-adk"}
+
+
+def pinned(text: str) -> dict[str, Requirement]:
+    """The packages of a lock or a list of pins, by their names."""
+    lines = [line.removesuffix("\\") for line in text.splitlines() if re.match("[A-Za-z]", line)]
+    return {canonicalize_name(wanted.name): wanted for wanted in map(Requirement, lines)}
+
+
+def version_of(wanted: Requirement) -> str:
+    (specifier,) = wanted.specifier
+    assert specifier.operator == "=="
+    return specifier.version
+
+
+def wanted_here(names: list[str]) -> dict[str, Requirement]:
+    """What these locks install on this machine."""
+    every = {name: wanted for lock in names for name, wanted in pinned(LOCKS[lock]).items()}
+    return {name: w for name, w in every.items() if w.marker is None or w.marker.evaluate({"extra": ""})}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_package_has_a_version_and_hashes_and_no_index_is_named(name: str) -> None:
+    entries = re.split(r"^(?=[a-z])", LOCKS[name], flags=re.MULTILINE)[1:]
+    assert len(entries) == len(pinned(LOCKS[name])) > 0
+    form = r"[^ ]+==[^ ]+( ; [^\\\n]+)?( \\\n    --hash=sha256:[0-9a-f]{64})+\n"
+    assert [entry for entry in entries if not re.fullmatch(form, entry)] == []
+    assert not re.search("://|index-url|find-links", LOCKS[name])
+
+
+def test_the_locks_have_the_versions_that_are_pinned() -> None:
+    pins = pinned((ROOT / "constraints.txt").read_text())
+    peers = pinned((ROOT / "bench/peers/constraints.txt").read_text())
+    vllm = pinned((ROOT / "serving/requirements-vllm.txt").read_text())
+    locked = [(pins, name) for name in OURS] + [(peers, "peers"), (vllm, "vllm")]
+    for versions, name in locked:
+        for package, wanted in pinned(LOCKS[name]).items():
+            same = package in versions and Version(version_of(wanted)).public == version_of(versions[package])
+            assert same, f"{name}: {package} is not as it is pinned; pin it, then run: make lock"
+    assert pinned(LOCKS["vllm"]).keys() == vllm.keys()
+    assert "torch" not in pinned(LOCKS["image-ray"])
+    assert version_of(pinned(LOCKS["torch-cpu"])["torch"]).endswith("+cpu")
+
+
+@pytest.mark.parametrize(
+    ("extras", "locks"),
+    [
+        ("dev", ("engine", "cuda")),
+        ("serve cluster offline streams", ("service", "cuda")),
+        ("serve cluster offline gpu", ("image",)),
+    ],
+)
+def test_a_lock_has_what_the_extras_need_within_their_ranges(extras: str, locks: tuple[str, ...]) -> None:
+    """What a package that is not here needs beside is uv's word."""
+    have = wanted_here(list(locks))
+    assert "faiss-cpu" in have or "faiss-gpu" in have
+    have.setdefault("faiss-cpu", Requirement("faiss-cpu==1.15.1"))
+    asked = [Requirement(f"undertow[{extras.replace(' ', ',')}]")]
+    seen: set[str] = set()
+    while asked:
+        wanted = asked.pop()
+        name = canonicalize_name(wanted.name)
+        if name != "undertow":
+            assert have[name].specifier.contains(version_of(have[name])) and wanted.specifier.contains(
+                version_of(have[name]), prereleases=True
+            ), f"{wanted}: the lock has {have[name]}"
+        if str(wanted) in seen or name in ASK_FOR_OTHERS:
+            continue
+        seen.add(str(wanted))
+        try:
+            needs = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for need in map(Requirement, needs):
+            if need.marker is None or any(need.marker.evaluate({"extra": e}) for e in (*wanted.extras, "")):
+                asked.append(need)
+
+
+def test_what_is_installed_is_what_the_lock_has() -> None:
+    locks = ["engine", "torch-cpu" if metadata.version("torch").endswith("+cpu") else "cuda"]
+    here = {canonicalize_name(dist.name): dist.version for dist in metadata.distributions()}
+    locks += ["gpu"] if "faiss-gpu" in here else []
+    wanted = {name: version_of(of) for name, of in wanted_here(locks).items()}
+    if "faiss-gpu" in here:  # in the place of
+        del wanted["faiss-cpu"]
+    different = {name: (here.get(name), wanted.get(name)) for name in wanted.keys() | here.keys()}
+    different = {name: both for name, both in different.items() if both[0] != both[1]}
+    assert different.keys() <= {"pip", "undertow"}, "run: make setup"
+
+
+def test_each_environment_and_ci_install_from_locks_alone() -> None:
+    """By `make`, as CI does; pip adds and takes nothing that has no hash."""
+    made = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    commands = re.findall(r"bin/pip install [^|]*", made)
+    bare = [line for line in commands if "$(LOCKED) --requirement locks/" not in line]
+    assert len(commands) == 8 and len(bare) == 1 and "--no-deps --no-build-isolation --editable ." in bare[0]
+    assert "LOCKED := $(PIP_FLAGS) --no-deps --require-hashes\n" in made
+    named = set(re.findall(r"--requirement locks/([\w-]+)\.txt", made))
+    assert named == {"engine", "cuda", "gpu", "peers", "vllm", "tools", "torch-cpu"}
+    ci = (ROOT / ".ci/run").read_text() + (ROOT / ".github/workflows/ci.yml").read_text()
+    assert "run setup\n" in ci and "run setup-vllm" in ci and "pip install" not in ci
