@@ -31,6 +31,9 @@ GPU_TESTS = $(shell grep -rlE "mark\.gpu|gate_worlds" tests --include=test_*.py)
 GPU_LOGS := build/gpu
 # of pytest-xdist: half of the tests' time is waiting, for Ray, for vLLM, for processes to be killed
 TEST_WORKERS ?= 3
+# for soak: which proofs to go on with, and for how long each
+PROOF ?=
+SECONDS ?= 7200
 # more for the benchmark, such as --quick
 GPU_BENCH ?=
 # -o in place of --timeout: pytest-timeout may be missing
@@ -144,9 +147,9 @@ docs: $(SETUP) ## make the manual in build/docs; a broken link is an error
 	@$(VENV)/bin/sphinx-build -q -E -W --keep-going -b html docs build/docs \
 		|| $(call hint,The lines above name the pages.)
 
-soak: $(SETUP) ## run the long loads
+soak: $(SETUP) ## the long proofs: PROOF=NAME goes on with one (several in quotes), for SECONDS=7200 each; else they are listed
 	$(call say,soak)
-	@$(VENV)/bin/pytest -m soak --timeout 0
+	@$(VENV)/bin/python -m tests.support.soak.proofs $(PROOF) --seconds $(SECONDS)
 
 clean: ## remove environments, caches and the model
 	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) $(NODE_PACKAGES:%=%/node_modules) .models .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist docs/reference
