@@ -15,7 +15,7 @@ PIP_FLAGS := --progress-bar off --no-compile
 LOCKED := $(PIP_FLAGS) --no-deps --require-hashes
 # PyPI has torch for CUDA alone, which takes 17 packages more; its build for CPUs comes first, if it is in reach
 torch_for_cpus = $(1)/bin/pip install $(LOCKED) --requirement locks/torch-cpu.txt | $(PROGRESS) \
-	|| echo "    no build of torch for CPUs in reach (docs/using.md): PyPI's, for CUDA, takes its place"
+	|| echo "    no build of torch for CPUs in reach (docs/install.md): PyPI's, for CUDA, takes its place"
 cuda_libraries = $(1)/bin/python -c 'import sys, importlib.metadata as m; sys.exit("+cpu" not in m.version("torch"))' \
 	|| $(1)/bin/pip install $(LOCKED) --requirement locks/cuda.txt | $(PROGRESS) || $(call hint,$(NO_INSTALL))
 # of pip's output, what shows that it moves: large downloads and the start of the last step
@@ -42,6 +42,9 @@ GPU_TESTS = $(shell grep -rlE "mark\.gpu|gate_worlds" tests --include=test_*.py)
 GPU_LOGS := build/gpu
 # of pytest-xdist: half of the tests' time is waiting, for Ray, for vLLM, for processes to be killed
 TEST_WORKERS ?= 3
+# for soak: which proofs to go on with, and for how long each
+PROOF ?=
+SECONDS ?= 7200
 # more for the benchmark, such as --quick
 GPU_BENCH ?=
 # -o in place of --timeout: pytest-timeout may be missing
@@ -172,9 +175,9 @@ audit: $(SETUP_TOOLS) ## ask PyPI for known weaknesses of what the locks pin; on
 		$(TOOLS_VENV)/bin/pip-audit --strict --disable-pip --require-hashes --progress-spinner off --requirement $$lock \
 			|| failed="$$failed $$lock"; done; test -z "$$failed" || $(call hint,What failed:$$failed)
 
-soak: $(SETUP) ## run the long loads
+soak: $(SETUP) ## the long proofs: PROOF=NAME goes on with one (several in quotes), for SECONDS=7200 each; else they are listed
 	$(call say,soak)
-	@$(VENV)/bin/pytest -m soak --timeout 0
+	@$(VENV)/bin/python -m tests.support.soak.proofs $(PROOF) --seconds $(SECONDS)
 
 clean: ## remove environments, caches and the model
 	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) $(TOOLS_VENV) $(NODE_PACKAGES:%=%/node_modules) .models .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist docs/reference

@@ -28,6 +28,7 @@ ROWS_PER_SURVEY_BATCH = 262_144
 Durability = Literal["commit", "fsync"]
 
 MARKS = "tenant_key = '' AND kind = 'epoch'"
+NO_MARKS = "kind != 'epoch'"
 
 
 class JournalError(StoreError):
@@ -91,6 +92,8 @@ class FencedLog:
         # The last version that was searched for claims; the following describe that version.
         self._seen = 0
         self._fences = Fences([])
+        # Begins that the next begin has to commit too.
+        self._unmarked: Sequence[FenceMark] = ()
         self._stale = ""
         self._ordered = True
         # Of a reader, what was in the write-ahead log when it opened.
@@ -134,7 +137,8 @@ class FencedLog:
         left = self._left_in(content)
         rows = [numbered(entry.batch, entry.first_lsn, self.epoch) for entry in left.entries]
         with self._putting():
-            self._table.append(pa.concat_tables([pa.Table.from_batches(rows, SCHEMA), mark_table([begin])]))
+            marks = mark_table([*self._unmarked, begin])
+            self._table.append(pa.concat_tables([pa.Table.from_batches(rows, SCHEMA), marks]))
             self._follow()
         self._next_lsn = max([self._next_lsn, *(entry.end_lsn for entry in left.entries)])
         self._fences = self._read_fences()
@@ -172,9 +176,22 @@ class FencedLog:
         return self._fences.former
 
     def _read_fences(self) -> Fences:
-        """The marks in the current version."""
-        marks = self._table.scanner(["epoch", "payload"], MARKS).to_table().to_pylist()
-        return Fences(FenceMark.of(**mark) for mark in marks)
+        """The marks in the current version, and those that its rows stand for."""
+        found = self._table.scanner(["epoch", "payload"], MARKS).to_table().to_pylist()
+        marks = [FenceMark.of(**mark) for mark in found]
+        self._unmarked = self._writers_of_rows() if all(mark.first_lsn is None for mark in marks) else []
+        return Fences([*marks, *self._unmarked])
+
+    def _writers_of_rows(self) -> list[FenceMark]:
+        """The begins of the writers of a store of version 1: under a lock, each followed the last."""
+        rows = self._table.scanner(["epoch", "lsn"], NO_MARKS).to_table()
+        firsts = rows.group_by("epoch").aggregate([("lsn", "min")]).sort_by("epoch")
+        begins: list[FenceMark] = []
+        for epoch, first_lsn in zip(
+            *(firsts[name].to_pylist() for name in ("epoch", "lsn_min")), strict=True
+        ):
+            begins.append(FenceMark(epoch, "", first_lsn, begins[-1].epoch if begins else 0))
+        return begins
 
     def check_in_force(self) -> None:
         """Fenced if another writer has claimed the store by now."""

@@ -23,12 +23,12 @@ from typing import Any
 
 import pyarrow as pa
 
+from undertow.engine.storage.fenced_log import NO_MARKS, lock_folder, mark_table
 from undertow.engine.storage.fenced_log import Displaced as Displaced
 from undertow.engine.storage.fenced_log import Durability as Durability
 from undertow.engine.storage.fenced_log import Fenced as Fenced
 from undertow.engine.storage.fenced_log import JournalError as JournalError
-from undertow.engine.storage.fenced_log import lock_folder, mark_table
-from undertow.engine.storage.journal_reads import NO_MARKS, JournalReads
+from undertow.engine.storage.journal_reads import JournalReads
 from undertow.engine.storage.journal_rows import SCHEMA as SCHEMA
 from undertow.engine.storage.journal_rows import Kind as Kind
 from undertow.engine.storage.journal_rows import Row as Row

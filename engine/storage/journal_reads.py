@@ -8,7 +8,7 @@ from itertools import chain
 
 import pyarrow as pa
 
-from undertow.engine.storage.fenced_log import FencedLog, JournalError
+from undertow.engine.storage.fenced_log import NO_MARKS, FencedLog, JournalError
 from undertow.engine.storage.journal_rows import (
     ROWS_PER_BATCH,
     SCHEMA,
@@ -19,8 +19,6 @@ from undertow.engine.storage.journal_rows import (
     to_rows,
 )
 from undertow.engine.storage.lance_log import LANCE_ERRORS
-
-NO_MARKS = "kind != 'epoch'"
 
 
 class JournalReads(FencedLog):

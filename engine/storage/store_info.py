@@ -24,9 +24,10 @@ from undertow.engine.storage.location import PRIVATE_FILE, Location
 from undertow.engine.storage.location import StoreError as StoreError
 
 FORMAT_VERSION = 4
-# Version 2 has no write-ahead log; version 3 has neither thresholds by share nor vectors that come later than
-# their turns. The first writer makes it this version.
-READABLE_VERSIONS = (2, 3, FORMAT_VERSION)
+# Version 1 counts its writers in store.json, without marks (engine/storage/fencing.py); version 2 has no
+# write-ahead log; version 3 has neither thresholds by share nor vectors that come later than their turns. The
+# first writer makes it this version.
+READABLE_VERSIONS = (1, 2, 3, FORMAT_VERSION)
 DESCRIPTION = "store.json"
 
 HASH_KEY = re.compile(r"[0-9a-f]{64}")
@@ -96,8 +97,10 @@ def read_info(where: Location | Path | str) -> StoreInfo:
         raise StoreError(
             f"{location} has format version {version}; this Undertow reads versions "
             f"{READABLE_VERSIONS[0]} to {FORMAT_VERSION}. "
-            "Install the Undertow that wrote it, or export there and ingest here."
+            "Install the Undertow that wrote it, or export there and import here."
         )
+    if version == 1:
+        raw.pop("epoch", None)
     if flaw := _flaw(raw):
         raise _no_description(location, flaw)
     return StoreInfo(**raw)

@@ -167,6 +167,7 @@ def test_slow_llm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report_timed(
         capsys,
         "slow-llm",
+        runs=1,
         acked_turns=press.acked.total(),
         new_turns_per_s=NEW_TURNS_PER_S,
         repeated_turns=press.repeated,

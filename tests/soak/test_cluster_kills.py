@@ -34,7 +34,7 @@ from ..support.faults.harness import (
     write_log,
 )
 from ..support.soak.cluster import TENANTS, alone, assert_all_stored, beside, ray_here, turn
-from ..support.soak.runs import report_timed, soak_s
+from ..support.soak.runs import report_timed, soak_round, soak_s
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7_200)]
 THETAS = ("--theta-sim", "0.5", "--theta-merge", "0.6", "--theta-count", "3")
@@ -54,11 +54,11 @@ def test_bulk_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Shards, workers and the driver of a bulk ingest are killed; the same command ends it."""
     began_s, rounds, turns = time.monotonic(), 0, 0
     killed: Counter[str] = Counter()
-    rng = random.Random(3)
+    rng = random.Random(3 + 100 * soak_round())
     with spawn_server(latency_ms=20, jitter_ms=20, **RATES, **PARKING) as url:
         while not rounds or time.monotonic() - began_s < soak_s():
             folder = tmp_path / str(rounds)
-            logs = write_logs(folder / "logs", rounds)
+            logs = write_logs(folder / "logs", rounds + 100 * soak_round())
             of = settings(llm_url=url)
             with Engine(folder / "alone", of, HashingEncoder(384), llm=make_llm(of)) as engine:
                 ingest = Ingest(engine)
@@ -127,7 +127,7 @@ class Traffic:
 
 def test_resharding_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Shards are added and removed again and again under traffic, while movers and shards are killed."""
-    began_s, rng = time.monotonic(), random.Random(8)
+    began_s, rng = time.monotonic(), random.Random(8 + 100 * soak_round())
     root = Location.of(tmp_path / "root")
     killed: Counter[str] = Counter()
     sizes: list[int] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import random
@@ -14,14 +13,14 @@ import pytest
 from undertow.engine.storage.journal import Journal
 
 from ..support.faults.writers import DIM, Kills
-from ..support.soak.runs import report
+from ..support.soak.runs import report, soak_round
 
 ROOT = str(Path(__file__).parents[2])
 KILLS = int(os.environ.get("SOAK_KILLS", "1000"))
 # a new store after so many, so that the check reads no more than these have written
 KILLS_PER_STORE = 25
 FAULTS = ("lost", "doubled", "disordered")
-COMMAND = f"SOAK_KILLS={KILLS} SOAK_OUT=docs/results pytest -m soak tests/soak/test_log_kills.py"
+COMMAND = "make soak PROOF=log-kills"
 
 
 @pytest.mark.soak
@@ -29,12 +28,9 @@ COMMAND = f"SOAK_KILLS={KILLS} SOAK_OUT=docs/results pytest -m soak tests/soak/t
 def test_a_thousand_kills_lose_nothing_acknowledged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Set SOAK_KILLS_STATE to a file to go on where an earlier run ended."""
-    state = Path(os.environ.get("SOAK_KILLS_STATE", tmp_path / "state.json"))
-    counts = Counter[str](json.loads(state.read_text()) if state.exists() else {})
+    counts, first = Counter[str](), KILLS * soak_round()
     while counts["kills"] < KILLS:
-        counts += killed(tmp_path / f"store{counts['kills']}", counts["kills"], KILLS_PER_STORE)
-        state.write_text(json.dumps(counts))
+        counts += killed(tmp_path / f"store{counts['kills']}", first + counts["kills"], KILLS_PER_STORE)
         assert not any(counts[fault] for fault in FAULTS), counts
     report(capsys, "log-kills", COMMAND, **{**dict.fromkeys(FAULTS, 0), **counts})
 

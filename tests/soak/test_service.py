@@ -1,6 +1,6 @@
 """The service under load in a process of its own, run by `make soak` only; see bench/system/service.
 
-    SOAK_SECONDS=300 pytest -m soak tests/soak/test_service.py
+    make soak PROOF=memory     # or overload, service-kills
 
 SOAK_SECONDS: for how long its memory is watched. How fast it is, the benchmark says; here is what must hold
 at any speed.
@@ -14,7 +14,7 @@ from undertow.bench.system.service.parts import Filled, Mix, kill_part, memory_p
 from undertow.bench.system.service.served import Checkout
 from undertow.bench.system.service.world import World
 
-from ..support.soak.runs import soak_s
+from ..support.soak.runs import report, soak_s
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3_600)]
 
@@ -31,7 +31,9 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Filled:
     return Filled.make(Checkout(), WORLD, tmp_path_factory.mktemp("service") / "filled")
 
 
-def test_beyond_what_it_can_do_it_refuses_and_recovers(filled: Filled) -> None:
+def test_beyond_what_it_can_do_it_refuses_and_recovers(
+    filled: Filled, capsys: pytest.CaptureFixture[str]
+) -> None:
     told = overload_part(filled, MIX, DURABILITY, STRETCH_S)
     for stretch in (told["beyond"], told["after"]):
         assert set(stretch["statuses"]) <= {"200", "429"}, stretch["statuses"]
@@ -39,17 +41,24 @@ def test_beyond_what_it_can_do_it_refuses_and_recovers(filled: Filled) -> None:
     assert told["beyond"]["statuses"].get("429"), "it took all: not beyond what this machine can do"
     after = told["after"]["statuses"]
     assert after["200"] >= 0.9 * sum(after.values()), after
+    statuses = {name: told[name]["statuses"] for name in ("beyond", "after")}
+    report(capsys, "overload", "make soak PROOF=overload", overloads=1, statuses=statuses)
 
 
-def test_a_kill_loses_nothing_that_was_acknowledged(filled: Filled) -> None:
+def test_a_kill_loses_nothing_that_was_acknowledged(
+    filled: Filled, capsys: pytest.CaptureFixture[str]
+) -> None:
     told = kill_part(filled, MIX, DURABILITY, STRETCH_S)
     assert told["of_them_under_load"], "nothing was stored before the kill"
     assert told["statuses"].get("0"), "the kill came after the load"
     assert told["lost_turns"] == told["doubled_turns"] == 0
     assert set(told["statuses"]) <= {"200", "429", "0"}, told["statuses"]
+    figures = {name: told[name] for name in ("acknowledged_turns", "lost_turns", "doubled_turns")}
+    report(capsys, "service-kills", "make soak PROOF=service-kills", service_kills=1, **figures)
 
 
-def test_memory_is_flat_but_for_what_is_stored(filled: Filled) -> None:
+def test_memory_is_flat_but_for_what_is_stored(filled: Filled, capsys: pytest.CaptureFixture[str]) -> None:
     told = memory_part(filled, MIX, DURABILITY, soak_s(), RATE)
     allowed = NOISE_MIB_PER_MIN + told["added_turns_per_min"] * BYTES_A_TURN / 2**20
+    report(capsys, "memory", "make soak PROOF=memory", minutes=int(soak_s() // 60), allowed=allowed, **told)
     assert told["slope_mib_per_min"] <= allowed, told

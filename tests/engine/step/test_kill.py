@@ -33,7 +33,7 @@ from ...support.faults.harness import (
     turns_of,
     write_log,
 )
-from ...support.soak.runs import report
+from ...support.soak.runs import report, soak_round
 
 TENANTS = ("ann", "bob")
 BATCH_TURNS = 8
@@ -127,14 +127,15 @@ def test_kills_where_turns_tell_the_thresholds(driver: Driver, task: dict[str, A
 @pytest.mark.soak
 @pytest.mark.timeout(7_200)
 def test_two_hundred_kills(driver: Driver, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """SOAK_SECONDS (default 0) makes the kills go on for at least so long, 600 for ten minutes."""
+    """SOAK_KILLS (200) is how many at least; other logs, settings and moments for each SOAK_ROUND."""
     began_s = time.monotonic()
-    least_s = float(os.environ.get("SOAK_SECONDS", "0"))
+    least = int(os.environ.get("SOAK_KILLS", "200"))
+    first = 1_000 * soak_round()
     kills = acked_turns = runs = 0
     with spawn_server(latency_ms=2, jitter_ms=4, error_rate=0.1, **RATES, **PARKING) as url:
-        while kills < 200 or time.monotonic() - began_s < least_s:
-            log = write_log(tmp_path / f"log-{runs}.jsonl", ("ann", "bob", "cleo"), 40, seed=runs)
-            rng = random.Random(runs)
+        while kills < least:
+            log = write_log(tmp_path / f"log-{runs}.jsonl", ("ann", "bob", "cleo"), 40, seed=first + runs)
+            rng = random.Random(first + runs)
             settings = {**THETA, "encoder": "hash:384", "batch_turns": rng.choice([3, 8, 64]), "llm_url": url}
             settings["durability"] = rng.choice(["commit", "fsync"])
             task = {"task": "ingest", "log": log, "settings": settings}
@@ -148,7 +149,7 @@ def test_two_hundred_kills(driver: Driver, tmp_path: Path, capsys: pytest.Captur
     report(
         capsys,
         "kills",
-        "pytest -m soak tests/engine/step/test_kill.py",
+        "make soak PROOF=kills",
         kills=kills,
         runs=runs,
         acked_turns_checked=acked_turns,

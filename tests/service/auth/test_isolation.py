@@ -6,8 +6,7 @@ word that tells whose it is, and what is told to one tenant is searched for word
 others (support/isolation/secrets.py): bodies, errors, headers, and what the service tells its operator in
 logs, metrics and spans. In the soak, and with fewer steps:
 
-    ISOLATION_STEPS=100000 SOAK_OUT=docs/results pytest -m soak \\
-        --timeout 0 tests/service/auth/test_isolation.py
+    make soak PROOF=isolation
 
 Leaks that were put into the code by hand, one at a time, and each found within 2,000 steps: a search that
 looks at another tenant's turns at times; scores that depend on how many tenants have searched; a memory, or a
@@ -258,9 +257,8 @@ def test_no_tenant_learns_of_another_in_a_long_run(
     report(
         capsys,
         "isolation",
-        f"ISOLATION_STEPS={steps} SOAK_OUT=docs/results pytest -m soak --timeout 0 "
-        "tests/service/auth/test_isolation.py",
+        "make soak PROOF=isolation",
         steps=Isolation.steps,
         elapsed_s=round(time.monotonic() - began_s, 1),
-        grown_bytes=private_bytes(process) - began_bytes,
+        grown_bytes_max=private_bytes(process) - began_bytes,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import hypothesis
@@ -15,7 +16,7 @@ from undertow.serving.auth.principal import Scope
 from ...support.service.http import Running
 from ...support.soak.runs import report
 
-SOAK_EXAMPLES = 300
+SOAK_EXAMPLES = int(os.environ.get("SOAK_EXAMPLES", "300"))
 BOUNDS = {"max_body_bytes": 20_000, "stream_s": 0.1}
 PROMISES = [
     checks.not_a_server_error,
@@ -49,8 +50,7 @@ def test_every_answer_is_as_described_to_other_requests_each_time(
     running: Running, key: str, mode: GenerationMode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     requests = every_operation(running, key, mode, max_examples=SOAK_EXAMPLES)
-    command = f"pytest -m soak tests/service/http/test_openapi.py -k {mode.value}"
-    report(capsys, f"openapi-{mode.value}", command, requests=requests)
+    report(capsys, f"openapi-{mode.value}", "make soak PROOF=openapi", requests=requests)
 
 
 def every_operation(running: Running, key: str, mode: GenerationMode, **settings: Any) -> int:

@@ -28,6 +28,11 @@ def soak_s() -> float:
     return float(os.environ.get("SOAK_SECONDS", DEFAULT_S))
 
 
+def soak_round() -> int:
+    """Which unit of a proof this is (proofs.py): tests that draw at random draw otherwise in each."""
+    return int(os.environ.get("SOAK_ROUND", "0"))
+
+
 def report_timed(capsys: pytest.CaptureFixture[str], name: str, **figures: Any) -> None:
     """As `report`, of a run in tests/soak that takes as long as it is told."""
     test = name.replace("-", "_")
