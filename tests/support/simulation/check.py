@@ -22,7 +22,7 @@ from undertow.engine.storage.row_codec import Control, control_of
 from ..api.erasure import files_with, values_with
 from ..cluster.in_process import cluster_state
 from ..faults.harness import assert_same_state, end_state, reports
-from .clients import GREETING, Client
+from .clients import GREETING, Client, wording
 from .llm import REPLIES
 from .world import ENCODER, World
 
@@ -108,7 +108,7 @@ def _take(engine: Engine, name: str, record: Record) -> None:
         case "delete":
             engine.call(DeleteCommand(body.get("memory_id") or body["id"], name))
         case "update":
-            engine.call(UpdateCommand(body["memory_id"], name, text=body["text"]))
+            engine.call(UpdateCommand(body["memory_id"], name, text=wording(body["memory_id"])))
         case other:
             raise AssertionError(f"nobody has asked for {other}")
 

@@ -33,6 +33,11 @@ ALL = 1_000
 GREETING = (Message("user", "hello"),)
 
 
+def wording(memory_id: str) -> str:
+    """What a user makes of a memory."""
+    return f"What was said of the {TOPICS[int(memory_id, 16) % len(TOPICS)]}."
+
+
 class Client:
     """Does one thing after the other for one tenant."""
 
@@ -172,8 +177,8 @@ class Client:
     async def edit(self) -> None:
         if await self._rests() and (made := await self._ask(MemoriesQuery(self.name))):
             with suppress(PolicyConflict):
-                text = f"What {self.name} said of the {self._rng.choice(TOPICS)}."
-                await self._ask(UpdateCommand(self._rng.choice(made).id, self.name, text=text))
+                memory_id = self._rng.choice(made).id
+                await self._ask(UpdateCommand(memory_id, self.name, text=wording(memory_id)))
 
     async def change(self) -> None:
         """Of policy."""

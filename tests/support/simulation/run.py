@@ -124,7 +124,7 @@ async def _life(world: World) -> None:
     try:
         await asyncio.gather(*acting)
         befalling.cancel()
-        world.heal()
+        await world.heal()
         await moving
         await _settle(world)
     finally:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .clients import Client
 
 ENCODER = HashingEncoder(64)
+# how long processes that were replaced go on
+AFTERWARDS_S = 8.0
 LAST_EVENTS = 60
 
 
@@ -183,11 +185,17 @@ class World:
     def of_shard(self, shard: str) -> list[ShardProcess]:
         return [process for process in self.shard_processes() if process.id == shard]
 
-    def heal(self) -> None:
-        """From here on nothing befalls anybody."""
+    async def heal(self) -> None:
+        """From here on nothing befalls anybody. Who was replaced goes on, and then ends."""
         self.faults_on, self.llm_down_since_s = False, None
         self.network.cut_until_s.clear()
         self.note("heals")
+        for process in self.shard_processes():
+            self.threads.go_on(process.group)
+        await asyncio.sleep(AFTERWARDS_S)
+        for process in self.shard_processes():
+            if process.is_alive and self.running.get(process.id) is not process:
+                process.kill("was replaced")
 
     # ---- what befalls them
 
