@@ -102,6 +102,8 @@ class JournalReads(FencedLog):
         try:
             yield
         except LANCE_ERRORS as error:
+            if self.writable:  # another writer that has taken over may have purged what is read here
+                self._look_for_takeover()
             raise JournalError(
                 f"cannot read {self._where}: {error}. If another writer has purged it meanwhile, open the "
                 "store again; else check the disk."

@@ -141,7 +141,8 @@ class WriterLock:
 
     def __init__(self, folder: Path) -> None:
         path = folder / "writer.lock"
-        self._lock = FileLock(path, mode=PRIVATE_FILE)
+        # not of one thread: a shard on an event loop may open its store on one and close it on another
+        self._lock = FileLock(path, mode=PRIVATE_FILE, thread_local=False)
         since = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             self._lock.acquire(timeout=0)

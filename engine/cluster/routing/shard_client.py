@@ -263,21 +263,25 @@ class ShardClient:
 
     async def _send(self, number: int, batch: ShardBatch, trial: str) -> None:
         stamp = CallStamp(self._client, self._token or "", number, self._map_version(), trial)
+        has_gap = False
         try:
             with use_traceparent(batch.pending.traceparent):
                 receipts = await self._sent(batch.table, stamp)
         except (ShardGone, StaleSession) as error:
             batch.tried_in = self._process if trial and _is_silent(error) else ""
             self._lose(number, batch, error)
+            has_gap = isinstance(error, ShardGone)
         except Removed:
             self._returned[number] = batch
         except Exception as error:  # noqa: BLE001 - the shard's error is the caller's
             self._end(batch, error)
-            await self._break_off(error)
+            self._failure, has_gap = self._failure or error, self._failure is None
         else:
             self._settle(number, batch, receipts)
         del self._under_way[number]
         self._news.set()
+        if has_gap:
+            await self._end_session()
 
     async def _sent(self, table: pa.Table, stamp: CallStamp) -> pa.Table:
         room = self._room()
@@ -290,14 +294,16 @@ class ShardClient:
     def _room(self) -> CapacityWait:
         return CapacityWait(self.shard, self.calls, self._settings.patience_s)
 
-    async def _break_off(self, error: Exception) -> None:
-        """A call has failed: begin a new session, so that the shard returns the calls that wait behind it."""
-        if self._failure is not None:
-            return
-        self._failure = error
-        with suppress(Exception):  # the next session start meets the same error
-            asked = self.calls.call("hello", self._client, self._map_version())
-            await asyncio.wait_for(asked, self._settings.patience_s)
+    async def _end_session(self) -> None:
+        """A call has failed, or never came: have the shard return the calls that wait there behind it."""
+        pause = Backoff(self._settings.patience_s)
+        while self._under_way:
+            with suppress(Exception):
+                asked = self.calls.call("hello", self._client, self._map_version())
+                await asyncio.wait_for(asked, pause.left_s)
+                return
+            if not await pause():
+                return
 
     def _lose(self, number: int, batch: ShardBatch, error: Exception) -> None:
         """The shard died, or has forgotten the session: the batch is to be sent again."""

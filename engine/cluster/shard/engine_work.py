@@ -206,7 +206,8 @@ class EngineWork:
         if self.commits:
             self.commits, self._committed_last = False, True
             self._end_commit()
-        self._busy = True
+        # without an engine there is nothing to go on with, until it is time to try to open it again
+        self._busy = self._busy or self.supervisor.engine is not None
         while self._late_errors:
             self._inspect(self._late_errors.pop())
 

@@ -1,0 +1,11 @@
+"""Runs seeds, and prints the hash of the events of each: `python -m tests.support.simulation SEED...`."""
+
+from __future__ import annotations
+
+import sys
+
+from .run import run
+
+for seed in map(int, sys.argv[1:]):
+    result = run(seed)
+    print(seed, result.digest, f"{result.virtual_s:.3f} s", result.counts, flush=True)
