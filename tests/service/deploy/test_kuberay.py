@@ -75,7 +75,8 @@ def test_no_container_runs_as_root_or_writes_to_its_root() -> None:
         assert told["runAsNonRoot"] and told["seccompProfile"] == {"type": "RuntimeDefault"}
         assert {told[name] for name in ("runAsUser", "runAsGroup", "fsGroup")} == {10001}
         writable = {volume["name"] for volume in pod["volumes"] if "emptyDir" in volume}
-        for container in (*pod["containers"], *confined_too(pod)):
+        # the autoscaler is KubeRay's own container beside the head
+        for container in (*pod["containers"], CLUSTER["spec"]["autoscalerOptions"]):
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
@@ -84,12 +85,6 @@ def test_no_container_runs_as_root_or_writes_to_its_root() -> None:
             mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
             assert {mounts["/tmp"], mounts["/home/undertow"]} <= writable
     assert all("USER 10001:10001" in (ROOT / name).read_text() for name in ("Dockerfile", "Dockerfile.vllm"))
-
-
-def confined_too(pod: Any) -> list[Any]:
-    """KubeRay's own container beside the head."""
-    head = pod is CLUSTER["spec"]["headGroupSpec"]["template"]["spec"]
-    return [CLUSTER["spec"]["autoscalerOptions"]] if head else []
 
 
 def test_the_service_is_started_by_a_command_that_exists() -> None:
