@@ -26,6 +26,7 @@ from undertow.engine.api.transfer.reindex import reindex
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn
+from undertow.engine.base.queries import ImportCommand
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.location import Location
@@ -125,10 +126,10 @@ def exports(folder: Path, part: int) -> Iterator[list[dict[str, Any]]]:
 
 
 def import_(folder: Path, part: int) -> int:
-    """Into another store; one that was cut off has some tenants already, and an import is not repeated."""
+    """Into another store; what an import that was cut off has stored is not stored again."""
     with Engine(folder / "other", SETTINGS, AFTER) as engine:
         for records in exports(folder, part):
-            engine.import_(records[0]["tenant"], records)
+            engine.call(ImportCommand(records[0]["tenant"], again=True, records=records))
         check(engine, tenants(part))
     return len(tenants(part)) * TENANT_TURNS
 
