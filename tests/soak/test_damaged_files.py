@@ -96,11 +96,7 @@ class Files:
             with path.open("rb") as lines:
                 engine.import_(tenant, RecordLines.read(lines, 1 << 20))
         except UndertowError:
-            assert (
-                not engine.tenant_names(tenant).names
-                if hasattr(engine.tenant_names(tenant), "names")
-                else True
-            )
+            assert not engine.tenant_names(tenant), "part of a refused import is stored"
             return "refused"
         assert engine.tenant_stats(tenant)["turns"] == 12
         return "taken"
@@ -144,8 +140,11 @@ class Files:
             state = end_state(place)
         except UndertowError:
             return "refused"
-        except ValueError:  # a record's bytes, as Lance gave them, are no JSON
-            return "unreadable"
+        except BaseException as error:
+            # a record's bytes, as Lance gave them, are no JSON; or Lance has panicked, which is no Exception
+            if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
+                return "unreadable"
+            raise
         finally:
             shutil.rmtree(place)
         return "taken" if state == self.state else "changed"

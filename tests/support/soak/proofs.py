@@ -5,8 +5,8 @@
 
 A unit is a process that ends in figures: a test that reports them (runs.report), or a program whose last line
 is one JSON object. What it has counted (whole numbers) is added to `build/soak/TREE/NAME.json`, other figures
-are those of the last unit; TREE is the hash of the source, so that other documents lose nothing. Whenever a
-unit ends, docs/results/soak-NAME.json is written anew. A unit that fails stops the run and counts nothing.
+are those of the last unit; TREE is the hash of the source, so that a change of documents loses nothing. Once
+the goal is reached, docs/results/soak-NAME.json is written. A unit that fails stops the run and counts nothing.
 """
 
 from __future__ import annotations
@@ -158,12 +158,12 @@ def run(
         spent_s = round(counts["elapsed_s"] + time.monotonic() - unit_s, 1)
         counts = {**added(counts, {**more, "units": 1}), "elapsed_s": spent_s}
         path.write_text(json.dumps(counts))
-        about = {"soak": name, "command": f"make soak PROOF={name}", "source": folder.name}
-        about |= {"commit": commit(), "machine": describe(), "goal": dict([proof.goal])}
-        done = {"complete": not proof.missing(counts)}
-        results.mkdir(parents=True, exist_ok=True)
-        (results / f"soak-{name}.json").write_text(json.dumps({**about, **done, **counts}) + "\n")
         tell(f"{name}: {progress(proof, counts)}, {spent_s:,.0f} s")
+    if not proof.missing(counts):
+        about: Figures = {"soak": name, "command": f"make soak PROOF={name}", "source": folder.name}
+        about |= {"commit": commit(), "machine": describe(), "goal": dict([proof.goal])}
+        results.mkdir(parents=True, exist_ok=True)
+        (results / f"soak-{name}.json").write_text(json.dumps({**about, **counts}) + "\n")
     return counts
 
 
