@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from undertow.bench.machine import source_tree
+
 from ..support.soak import large_store
-from ..support.soak.proofs import PROOFS, Proof, added, of_test, run, source_tree
+from ..support.soak.proofs import PROOFS, Proof, added, of_test, run
 
 COUNTING = (
     'import json, sys; print(json.dumps({"seen": 2, "most_max": 9 - int(sys.argv[1]), "last": sys.argv[1]}))'

@@ -12,7 +12,6 @@ reached, docs/results/soak-NAME.json is written. A unit that fails ends the run 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
@@ -25,11 +24,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from undertow.bench.machine import ROOT, commit, describe
+from undertow.bench.machine import ROOT, commit, describe, source_tree
 
 from . import large_store
 
-SOURCE = ("engine", "kernels", "prompts", "serving", "bench", "tests/soak", "tests/support")
 RESULTS = ROOT / "docs" / "results"
 STATE = ROOT / "build" / "soak"
 BUDGET_S = 7_200.0
@@ -77,6 +75,8 @@ PROOFS: dict[str, Proof] = {
         "tests/soak/test_damaged_files.py", ("cases", 100_000), "damaged files", SOAK_CASES=2_000
     ),
     "poison": of_test("tests/soak/test_poison.py", ("attacks", 30), "attacks on the local model"),
+    "prompts": of_test("tests/soak/test_prompts.py", ("cases", 20), "logs for the local model"),
+    "faults": of_test("tests/llm/test_faults.py", ("turns", 1), "LoCoMo's, with an LLM that fails"),
     "overload": of_test(f"{SERVICE} beyond", ("overloads", 20), "twice what the service can do"),
     "service-kills": of_test(f"{SERVICE} kill", ("service_kills", 20), "kills of the service under load"),
     "memory": of_test(f"{SERVICE} memory", ("minutes", 60), "of load, flat memory", SOAK_SECONDS=3_600),
@@ -87,15 +87,6 @@ PROOFS: dict[str, Proof] = {
     ),
     "large-store": Proof(large_store.command, ("units", len(large_store.units())), "a store of 10 M turns"),
 }
-
-
-def source_tree() -> str:
-    """The hash of the program and of its proofs."""
-    found = hashlib.sha256()
-    for path in sorted(p for name in SOURCE for p in (ROOT / name).rglob("*") if p.is_file()):
-        if "__pycache__" not in path.parts and "node_modules" not in path.parts:
-            found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return found.hexdigest()[:12]
 
 
 def kept(folder: Path, name: str) -> Figures:
