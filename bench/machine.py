@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import resource
@@ -13,6 +14,7 @@ from pathlib import Path
 from undertow.engine.encoders.model_files import BF16_UNITS
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ("engine", "kernels", "prompts", "serving", "bench", "tests")
 LOCOMO = ROOT.parent / "shared" / "data" / "locomo_dev.json"
 """Where benchmarks look for conversations unless told otherwise; the data is not ours to ship."""
 
@@ -76,6 +78,15 @@ def commit(root: Path = ROOT) -> str | None:
         [*ask, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True
     )
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def source_tree(root: Path = ROOT) -> str:
+    """The hash of the program and its tests, whatever its documents say: what a long proof is of."""
+    found = hashlib.sha256()
+    for path in sorted(p for name in SOURCE for p in (root / name).rglob("*") if p.is_file()):
+        if not {"__pycache__", "node_modules"} & {*path.parts}:
+            found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def card_now() -> dict[str, str]:

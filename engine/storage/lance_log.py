@@ -36,6 +36,15 @@ INDEXED = "tenant_key"
 LANCE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
+def _opened(uri: str, session: Any) -> lance.LanceDataset:
+    try:
+        return lance.dataset(uri, session=session)
+    except BaseException as error:  # a panic of Lance, as over a damaged manifest, is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        raise OSError(f"Lance cannot read it: {error}") from error
+
+
 class LanceLog:
     """An open dataset. `version` is that of this handle; `reload` shows the commits of others."""
 
@@ -53,7 +62,7 @@ class LanceLog:
         self._session = lance.Session(  # type: ignore[attr-defined]
             metadata_cache_size_bytes=METADATA_CACHE_BYTES, index_cache_size_bytes=INDEX_CACHE_BYTES
         )
-        self._dataset = dataset or lance.dataset(location.uri, session=self._session)
+        self._dataset = dataset or _opened(location.uri, self._session)
 
     def __str__(self) -> str:
         return str(self._location)

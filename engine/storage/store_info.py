@@ -126,8 +126,8 @@ def _flaw(raw: dict[str, Any]) -> str | None:
         return f"{wrong[0]} is {raw[wrong[0]]!r:.60}"
     if not HASH_KEY.fullmatch(raw["hash_key"]):
         return "hash_key is not 64 hexadecimal digits"
-    if not JOURNAL_NAME.fullmatch(raw["journal"]):
-        return f"journal is {raw['journal']!r:.60}"
+    if not JOURNAL_NAME.fullmatch(name := raw.get("journal", "journal.lance")):
+        return f"journal is {name!r:.60}"
     return None if raw["dim"] > 0 else "dim is out of range"
 
 

@@ -1,4 +1,7 @@
-"""Damaged files are refused with an error that names the cure, or read as if they were whole.
+"""Damaged files are refused with an error that names the cure, or taken.
+
+Of exports, what is taken is the whole. Lance's files have no checksums: a reader may find other words there
+(`store_changed`), or what is no record (`store_unreadable`: an error without a cure). Both are counted.
 
 SOAK_CASES: of a run; SOAK_ROUND: the first seed. A few cases run with all tests.
 """
@@ -19,49 +22,27 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.api.ingest_files import Ingest
 from undertow.engine.api.transfer.record_lines import RecordLines
 from undertow.engine.base.model import UndertowError
-from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.store_info import DESCRIPTION, read_info
 from undertow.serving.auth.key_file import KeyFile, parse
 from undertow.serving.auth.principal import Scope, TenantScope
 
 from ..support.engine import NEVER, open_engine, turns_of
 from ..support.faults.harness import end_state, reports
-from ..support.soak.runs import report
+from ..support.soak.runs import report, soak_round
 
-ROUND, CASES = (
-    int(os.environ.get(name, default)) for name, default in (("SOAK_ROUND", 0), ("SOAK_CASES", 2_000))
-)
+CASES = int(os.environ.get("SOAK_CASES", "2000"))
 BYTES = b'\x00\xff"{}[]\\\n\r,:0-9eE\xc3\xed\xa0\x80' + "\u202e".encode()
-TOGETHER = 40
 
 
 def damaged(data: bytes, rng: Random) -> bytes:
-    """The file cut off, with bytes changed, doubled, taken out or put in, or with lines moved."""
+    """The file cut off, with bytes changed, doubled, taken out or put in, a bit flipped, or lines moved."""
     at, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
     end = min(end, at + rng.choice((1, 8, 200, len(data))))
-    match rng.randrange(7):
-        case 0:
-            return data[:at]
-        case 1:
-            return (
-                data[:at]
-                + bytes(rng.choice(BYTES) for _ in data[at:end][:64])
-                + data[at + len(data[at:end][:64]) :]
-            )
-        case 2:
-            return data[:end] + data[at:end] + data[end:]
-        case 3:
-            return data[:at] + data[end:]
-        case 4:
-            return data[:at] + bytes(rng.choice(BYTES) for _ in range(rng.randrange(1, 9))) + data[at:]
-        case 5:
-            lines = data.splitlines(keepends=True)
-            rng.shuffle(lines)
-            return b"".join(lines)
-        case _:
-            flipped = bytearray(data or b"\0")
-            flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
-            return bytes(flipped)
+    noise = bytes(rng.choice(BYTES) for _ in range(rng.randrange(1, 64)))
+    flipped = data[at : at + 1].translate(bytes(n ^ 1 << at % 8 for n in range(256)))
+    ways = (b"", noise + data[at + len(noise) :], data[at:end] + data[at:], data[end:], noise + data[at:])
+    lines = rng.sample(split := data.splitlines(keepends=True), len(split))
+    return rng.choice((*(data[:at] + way for way in (*ways, flipped + data[at + 1 :])), b"".join(lines)))
 
 
 class Files:
@@ -73,8 +54,6 @@ class Files:
         with open_engine(self.store, **NEVER) as engine:
             engine.add_batch([*turns_of("ann", 12), *turns_of("bob", 3)])
             assert engine.drain()
-        journal = Journal.open(self.store, writable=True)  # and some rows in the write-ahead log
-        journal.close()
         with reports(self.store) as of:
             self.export = b"".join(json.dumps(record).encode() + b"\n" for record in of.export("ann"))
         self.state = end_state(self.store)
@@ -82,11 +61,8 @@ class Files:
         for scope in Scope:
             keys.create(TenantScope(("ann",), None, all_tenants=False), (scope,))
         self.keys = (folder / "keys.json").read_bytes()
-        self.log = b"".join(
-            json.dumps({"tenant": "t", "messages": [{"role": "user", "content": f"w{n}"}], "id": n}).encode()
-            + b"\n"
-            for n in range(6)
-        )
+        line = '{"tenant": "t", "messages": [{"role": "user", "content": "w%d"}], "id": %d}\n'
+        self.log = "".join(line % (n, n) for n in range(6)).encode()
 
     def of_export(self, engine: Engine, rng: Random) -> str:
         """Nothing of a refused import is stored; what is taken is the whole."""
@@ -97,12 +73,8 @@ class Files:
             with path.open("rb") as lines:
                 engine.import_(tenant, RecordLines.read(lines, 1 << 20))
         except UndertowError:
-            assert (
-                not engine.tenant_names(tenant).names
-                if hasattr(engine.tenant_names(tenant), "names")
-                else True
-            )
-            return "refused"
+            assert not engine.tenant_names(tenant), "part of a refused import is stored"
+            raise
         assert engine.tenant_stats(tenant)["turns"] == 12
         return "taken"
 
@@ -110,29 +82,19 @@ class Files:
         path = self.folder / "log.jsonl"
         path.write_bytes(damaged(self.log, rng))
         run = Ingest(engine)
-        try:
-            run.feed([path])
-            assert run.settle()
-        except UndertowError:
-            return "refused"
+        run.feed([path])
+        assert run.settle()
         return "partly" if run.report.errors else "taken"
 
     def of_keys(self, _engine: Engine, rng: Random) -> str:
-        data = damaged(self.keys, rng)
-        try:
-            parse(data, self.folder / "keys.json")
-        except UndertowError:
-            return "refused"
+        parse(damaged(self.keys, rng), self.folder / "keys.json")
         return "taken"
 
     def of_description(self, _engine: Engine, rng: Random) -> str:
         place = self.folder / "described"
         place.mkdir(exist_ok=True)
         (place / DESCRIPTION).write_bytes(damaged((self.store / DESCRIPTION).read_bytes(), rng))
-        try:
-            read_info(place)
-        except UndertowError:
-            return "refused"
+        read_info(place)
         return "taken"
 
     def of_store(self, _engine: Engine, rng: Random) -> str:
@@ -143,8 +105,11 @@ class Files:
         path.write_bytes(damaged(path.read_bytes(), rng)) if rng.random() < 0.9 else path.unlink()
         try:
             state = end_state(place)
-        except UndertowError:
-            return "refused"
+        except BaseException as error:
+            # a record's bytes, as Lance gave them, are no JSON; or Lance has panicked, which is no Exception
+            if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
+                return "unreadable"
+            raise
         finally:
             shutil.rmtree(place)
         return "taken" if state == self.state else "changed"
@@ -171,17 +136,22 @@ def cases(folder: Path, first: int, count: int) -> Counter[str]:
             check: Callable[[Engine, Random], str] = getattr(files, f"of_{name}")
             try:
                 found[f"{name}_{check(engine, rng)}"] += 1
+            except UndertowError:
+                found[f"{name}_refused"] += 1
             except BaseException as error:
                 raise AssertionError(f"seed {seed}, {name}: {error!r:.300}") from error
     return found
 
 
 def test_some_damaged_files_are_refused_or_whole(tmp_path: Path) -> None:
-    found = cases(tmp_path, 0, 300)
-    assert found.total() == 300 and found["export_refused"] > 20, found
+    found = cases(tmp_path, 0, 200)
+    assert found.total() == 200 and found["export_refused"] > 20, found
 
 
 @pytest.mark.soak
 def test_damaged_files_are_refused_or_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = cases(tmp_path, 1_000 + ROUND * CASES, CASES)
+    found = cases(tmp_path, 1_000 + soak_round() * CASES, CASES)
+    assert (
+        found["export_taken"] < found["export_refused"] / 10 and found["store_changed"] < found["store_taken"]
+    )
     report(capsys, "files", "make soak PROOF=files", cases=found.total(), outcomes=dict(found))

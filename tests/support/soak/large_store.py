@@ -15,8 +15,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from undertow.engine.api.transfer.reindex import reindex
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn
+from undertow.engine.base.queries import ImportCommand
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.location import Location
@@ -40,16 +42,12 @@ NEVER: dict[str, Any] = {"theta_sim": 1.0, "theta_merge": 1.0, "theta_count": 1_
 SETTINGS = Settings(device="cpu", salience_turns=0, quiet_share=0, **NEVER)
 ERASED_OF = 10  # one tenant of so many is erased
 STAGES = ("ingest", "upgrade", "reindex", "export", "import", "erase")
-WHOLE = ("upgrade", "reindex", "erase")
+WHOLE = ("upgrade", "reindex", "erase")  # the others are done in parts
 
 
 def units() -> list[tuple[str, int]]:
     """Stage and part of each unit."""
     return [(stage, part) for stage in STAGES for part in range(1 if stage in WHOLE else PARTS)]
-
-
-def unit_count() -> int:
-    return len(units())
 
 
 def command(folder: Path, n: int) -> list[str]:
@@ -114,21 +112,13 @@ def export(folder: Path, part: int) -> int:
     return len(tenants(part)) * TENANT_TURNS
 
 
-def exports(folder: Path, part: int) -> Iterator[list[dict[str, Any]]]:
-    records: list[dict[str, Any]] = []
-    with (folder / "exports" / f"{part}.jsonl").open() as file:
-        for line in file:
-            records.append(json.loads(line))
-            if records[-1]["kind"] == "end":
-                yield records
-                records = []
-
-
 def import_(folder: Path, part: int) -> int:
-    """Into another store; one that was cut off has some tenants already, and an import is not repeated."""
-    with Engine(folder / "other", SETTINGS, AFTER) as engine:
-        for records in exports(folder, part):
-            engine.import_(records[0]["tenant"], records)
+    """Into another store; what an import that was cut off has stored is not stored again."""
+    exported = folder / "exports" / f"{part}.jsonl"
+    with exported.open() as file, Engine(folder / "other", SETTINGS, AFTER) as engine:
+        for tenant, group in groupby(map(json.loads, file), itemgetter("tenant")):
+            records = list(group)
+            engine.call(ImportCommand(tenant, again=True, records=records))
         check(engine, tenants(part))
     return len(tenants(part)) * TENANT_TURNS
 

@@ -4,15 +4,14 @@
     make soak PROOF=kills [SECONDS=7200]   # goes on with it for so long at most (a unit is finished)
 
 A unit is a process that ends in figures: a test that reports them (runs.report), or a program whose last line
-is one JSON object. What it has counted (whole numbers) is added to `build/soak/TREE/NAME.json`, other figures
-are those of the last unit; TREE is the hash of the source, so that other documents lose nothing. Whenever a
-unit ends, docs/results/soak-NAME.json is written anew. A unit that fails stops the run and counts nothing.
+is one JSON object. What it counts (whole numbers) is added to `build/soak/TREE/NAME.json`; other figures are
+those of the last unit. TREE is the hash of the source: a change of documents loses nothing. Once the goal is
+reached, docs/results/soak-NAME.json is written. A unit that fails ends the run and counts nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
@@ -20,19 +19,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from undertow.bench.machine import ROOT, commit, describe
+from undertow.bench.machine import ROOT, commit, describe, source_tree
 
 from . import large_store
 
-SOURCE = ("engine", "kernels", "prompts", "serving", "bench", "tests/soak", "tests/support")
 RESULTS = ROOT / "docs" / "results"
 STATE = ROOT / "build" / "soak"
 BUDGET_S = 7_200.0
-TAIL_CHARS = 4_000
+# figures of a unit that the result names once
+ABOUT = ("soak", "command", "commit", "machine", "load", "seconds")
 
 Figures = dict[str, Any]
 
@@ -75,6 +75,8 @@ PROOFS: dict[str, Proof] = {
         "tests/soak/test_damaged_files.py", ("cases", 100_000), "damaged files", SOAK_CASES=2_000
     ),
     "poison": of_test("tests/soak/test_poison.py", ("attacks", 30), "attacks on the local model"),
+    "prompts": of_test("tests/soak/test_prompts.py", ("cases", 20), "logs for the local model"),
+    "faults": of_test("tests/llm/test_faults.py", ("turns", 1), "LoCoMo's, with an LLM that fails"),
     "overload": of_test(f"{SERVICE} beyond", ("overloads", 20), "twice what the service can do"),
     "service-kills": of_test(f"{SERVICE} kill", ("service_kills", 20), "kills of the service under load"),
     "memory": of_test(f"{SERVICE} memory", ("minutes", 60), "of load, flat memory", SOAK_SECONDS=3_600),
@@ -83,17 +85,14 @@ PROOFS: dict[str, Proof] = {
     "slow-llm": of_test(
         "tests/soak/test_cluster.py", ("runs", 1), "an LLM that falls behind", SOAK_SECONDS=1_800
     ),
-    "large-store": Proof(large_store.command, ("units", large_store.unit_count()), "a store of 10 M turns"),
+    "large-store": Proof(large_store.command, ("units", len(large_store.units())), "a store of 10 M turns"),
 }
 
 
-def source_tree() -> str:
-    """The hash of the program and of its proofs."""
-    found = hashlib.sha256()
-    for path in sorted(p for name in SOURCE for p in (ROOT / name).rglob("*") if p.is_file()):
-        if "__pycache__" not in path.parts and "node_modules" not in path.parts:
-            found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return found.hexdigest()[:12]
+def kept(folder: Path, name: str) -> Figures:
+    """What runs of this tree have counted."""
+    path = folder / f"{name}.json"
+    return {"units": 0, "elapsed_s": 0.0, **(json.loads(path.read_text()) if path.exists() else {})}
 
 
 def progress(proof: Proof, counts: Figures) -> str:
@@ -108,10 +107,8 @@ def added(counts: Figures, more: Figures) -> Figures:
         held = counts.get(name)
         if isinstance(value, dict) and isinstance(held, dict):
             total[name] = added(held, value)
-        elif name.endswith("_max") and held is not None:
-            total[name] = max(held, value)
         elif type(value) is int and type(held) is int:
-            total[name] = held + value
+            total[name] = max(held, value) if name.endswith("_max") else held + value
         else:
             total[name] = value
     return total
@@ -127,14 +124,9 @@ def figures_of(proof: Proof, folder: Path, n: int) -> Figures:
     if not told and last.startswith("{"):
         told = [json.loads(last)]
     if done.returncode or not told:
-        raise RuntimeError(f"unit {n} failed\n{done.stdout[-TAIL_CHARS:]}\n{done.stderr[-TAIL_CHARS:]}")
-    total: Figures = {}
-    for figures in told:
-        total = added(total, {k: v for k, v in figures.items() if k not in ABOUT})
-    return total
-
-
-ABOUT = ("soak", "command", "commit", "machine", "load", "seconds")
+        raise RuntimeError(f"unit {n} failed\n{done.stdout[-4_000:]}\n{done.stderr[-4_000:]}")
+    counted = [{k: v for k, v in figures.items() if k not in ABOUT} for figures in told]
+    return reduce(added, counted)
 
 
 def run(
@@ -149,21 +141,20 @@ def run(
     """Go on with a proof until its goal is reached or the time is up. The counts. RuntimeError."""
     folder = state or STATE / source_tree()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    counts: Figures = json.loads(path.read_text()) if path.exists() else {"units": 0, "elapsed_s": 0.0}
+    counts = kept(folder, name)
     began_s = time.monotonic()
     while proof.missing(counts) and time.monotonic() - began_s < seconds:
         unit_s = time.monotonic()
         more = figures_of(proof, folder, counts["units"])
         spent_s = round(counts["elapsed_s"] + time.monotonic() - unit_s, 1)
         counts = {**added(counts, {**more, "units": 1}), "elapsed_s": spent_s}
-        path.write_text(json.dumps(counts))
-        about = {"soak": name, "command": f"make soak PROOF={name}", "source": folder.name}
-        about |= {"commit": commit(), "machine": describe(), "goal": dict([proof.goal])}
-        done = {"complete": not proof.missing(counts)}
-        results.mkdir(parents=True, exist_ok=True)
-        (results / f"soak-{name}.json").write_text(json.dumps({**about, **done, **counts}) + "\n")
+        (folder / f"{name}.json").write_text(json.dumps(counts))
         tell(f"{name}: {progress(proof, counts)}, {spent_s:,.0f} s")
+    if not proof.missing(counts):
+        about: Figures = {"soak": name, "command": f"make soak PROOF={name}", "source": folder.name}
+        about |= {"commit": commit(), "machine": describe(), "goal": dict([proof.goal])}
+        results.mkdir(parents=True, exist_ok=True)
+        (results / f"soak-{name}.json").write_text(json.dumps({**about, **counts}) + "\n")
     return counts
 
 
@@ -172,17 +163,14 @@ def main() -> int:
     parser.add_argument("proof", nargs="*", choices=[*PROOFS, []], help="left out: list them")
     parser.add_argument("--seconds", type=float, default=BUDGET_S, help="of each proof")
     asked = parser.parse_args()
-    for name in asked.proof:
-        try:
+    try:
+        for name in asked.proof:
             run(name, PROOFS[name], seconds=asked.seconds, tell=lambda line: print(line, flush=True))
-        except RuntimeError as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            return 1
-    tree = STATE / source_tree()
+    except RuntimeError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
     for name, proof in PROOFS.items() if not asked.proof else ():
-        path = tree / f"{name}.json"
-        counts = json.loads(path.read_text()) if path.exists() else {}
-        print(f"{name:17} {progress(proof, counts)}: {proof.about}")
+        print(f"{name:17} {progress(proof, kept(STATE / source_tree(), name))}: {proof.about}")
     return 0
 
 
