@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Container
+from functools import lru_cache
 
 from undertow.engine.search.irregular_forms import BASE_FORMS
 
@@ -14,6 +15,8 @@ _FIRST_UNSPACED, _LAST_UNSPACED = "\u3040", "\ufaff"
 _NO_TERM = -1
 _WORDS = re.compile(rf"[{_UNSPACED}]+|[^\W{_UNSPACED}]+")
 _VOWELS = frozenset("aeiouy")
+# characters of the words whose terms are kept for other texts
+_LONGEST_KEPT = 32
 
 # English stop words: they say how a question is phrased, not what it is about. A tenant has too few texts for
 # their BM25 weight to vanish by itself. ("s", "t" and such are what follows an apostrophe.)
@@ -54,8 +57,13 @@ class Analyzer(dict[str, int]):
         return " ".join(kept)
 
     def __missing__(self, word: str) -> int:
-        term = self[word] = _NO_TERM if word in _FUNCTION_WORDS else zlib.crc32(root(word).encode())
+        term = self[word] = _term(word) if len(word) <= _LONGEST_KEPT else _term.__wrapped__(word)
         return term
+
+
+@lru_cache(1 << 14)
+def _term(word: str) -> int:
+    return _NO_TERM if word in _FUNCTION_WORDS else zlib.crc32(root(word).encode())
 
 
 def _words(text: str) -> list[str]:

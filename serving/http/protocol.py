@@ -29,35 +29,23 @@ WATCHED = frozenset({b"/metrics", b"/v1/status", *(path.encode() for path in OPE
 def written(problem: Problem) -> tuple[bytes, bytes]:
     """The head and the body of a response."""
     body = orjson.dumps(problem.document)
-    headers: dict[str, Any] = {
-        "content-type": MEDIA_TYPE,
-        "content-length": len(body),
-        **{name.lower(): text for name, text in (problem.headers or {}).items()},
-    }
+    headers = {"Content-Type": MEDIA_TYPE, "Content-Length": str(len(body)), **(problem.headers or {})}
     status = f"HTTP/1.1 {problem.status_code} {http.HTTPStatus(problem.status_code).phrase}\r\n"
-    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    lines = "".join(f"{name.lower()}: {value}\r\n" for name, value in headers.items())
     return f"{status}{lines}\r\n".encode("latin-1"), body
 
 
 # of a request that is refused unread, by whether the connection stays open
+OWN = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 UNREAD = {
-    stays: written(
-        Problem(
-            429,
-            *OVERLOAD[:2],
-            headers={"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
-            | ({} if stays else CLOSE),
-            retry_after_s=SOON_S,
-        )
-    )
-    for stays in (True, False)
+    stays: written(Problem(429, *OVERLOAD[:2], headers=OWN | headers, retry_after_s=SOON_S))
+    for stays, headers in ((True, {}), (False, CLOSE))
 }
 
 
 def tenant_in(path: bytes) -> bytes:
     """A tenant's name in a path, decoded as it may be written in many ways; empty: there is none."""
-    name = path.removeprefix(TENANTS).partition(b"/")[0] if path.startswith(TENANTS) else b""
-    return unquote_to_bytes(name) if b"%" in name else name
+    return unquote_to_bytes(path[len(TENANTS) :].partition(b"/")[0]) if path.startswith(TENANTS) else b""
 
 
 class Incoming(Enum):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Message, Receive
 
-from undertow.serving.http.middleware.admission import Place
+from undertow.serving.http.middleware.admission import NOWHERE, Place
 
 T = TypeVar("T")
 
@@ -125,7 +125,7 @@ class FairTurns:
         # for the thread
         self._aside, self._is_busy = _Line(), False
 
-    def turn(self, tenant: str, place: Place | None = None) -> Turn:
+    def turn(self, tenant: str, place: Place = NOWHERE) -> Turn:
         """That of a new request, which leaves its place when its turn has come."""
         return Turn(self, tenant, place)
 
@@ -224,7 +224,7 @@ class FairTurns:
 class Turn:
     """The turn of one request, once."""
 
-    def __init__(self, turns: FairTurns, tenant: str, place: Place | None) -> None:
+    def __init__(self, turns: FairTurns, tenant: str, place: Place) -> None:
         self.tenant = tenant
         self._place = place
         self._turns = turns
@@ -235,8 +235,7 @@ class Turn:
         if not self._begun:
             self._begun = True
             await self._turns.begin(self)
-            if self._place is not None:
-                self._place.leave()
+            self._place.leave()
 
     def after_body(self, receive: Receive) -> Receive:
         """`receive`, where the last part of the request's body comes in turn."""

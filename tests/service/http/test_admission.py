@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator
 from http.client import HTTPResponse
 from pathlib import Path
@@ -20,15 +19,12 @@ from ...support.service.wire import Wire, request_head
 
 
 class World:
-    """Admission with a clock of its own; what it would do later is done when asked."""
+    """Admission with a clock of its own."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.told: list[int] = []
-        self.later: list[Callable[[], None]] = []
-        self.admission = Admission(
-            0.1, self.told.append, later=lambda _, act: self.later.append(act), clock_s=lambda: self.now_s
-        )
+        self.admission = Admission(0.1, self.told.append, lambda: self.now_s)
 
     def serve(self, count: int, each_s: float) -> None:
         """So many requests that wait at once, begun one after the other."""
@@ -48,45 +44,42 @@ def test_so_many_may_wait_as_the_loop_begins_in_the_time(each_s: float, most: in
     assert world.admission.most == pytest.approx(most, rel=0.05)
 
 
-def test_a_tenant_with_few_waiting_requests_is_not_refused_for_those_of_others() -> None:
-    world = World()
-    admission = world.admission
+@pytest.mark.anyio
+async def test_a_tenant_with_few_waiting_requests_is_not_refused_for_those_of_others() -> None:
+    admission = World().admission
     while not admission.refuses(b"hostile"):
         admission.enter(b"hostile")
-    for n in range(10):
-        assert not admission.refuses(b"%d" % n)
-        admission.enter(b"%d" % n)
-    assert admission.refuses(b"hostile")
-    for n in range(10, 10 * admission.most):
-        if not admission.refuses(b"%d" % n):
-            admission.enter(b"%d" % n)
-    assert admission.refuses(b"new"), "as many tenants wait as requests may"
-    assert sum(admission._waiting.values()) <= 2 * admission.most
+    names = [b"%d" % n for n in range(10 * admission.most)]
+    for n, name in enumerate(names):
+        if not (refused := admission.refuses(name)):
+            admission.enter(name)
+        assert n > 10 or not refused
+    assert admission.refuses(b"hostile") and admission.refuses(b"new")
+    assert admission.waiting.total() <= 2 * admission.most
 
 
-def test_refusals_are_counted_and_told_together(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.anyio
+async def test_refusals_are_counted_and_told_together(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     for _ in range(world.admission.most):
         world.admission.enter(b"ann")
     assert all(world.admission.refuses(b"ann") for _ in range(1_000))
-    assert len(world.later) == 1 and not caplog.records
-    with caplog.at_level(logging.WARNING):
-        world.later.pop()()
+    assert not caplog.records
+    world.admission.tell()
     assert world.told == [1_000]
     assert [record.fields["refused"] for record in caplog.records] == [1_000]  # type: ignore[attr-defined]
-    assert world.admission.refuses(b"ann") and len(world.later) == 1
 
 
 def test_a_place_is_left_once_and_not_taken_after_that() -> None:
-    admission = World().admission
+    waiting = (admission := World().admission).waiting
     early, place = Place(admission, b"ann"), Place(admission, b"ann")
     early.leave()
-    for one in (early, place):
-        one.enter()
-    assert admission._total == 1
+    early.enter()
+    place.enter()
+    assert waiting.total() == 1
     place.leave()
     place.leave()
-    assert admission._total == 0 and not admission._waiting
+    assert not waiting
 
 
 @pytest.mark.parametrize(
@@ -201,5 +194,4 @@ def test_requests_leave_their_places_whatever_becomes_of_them(running: Running) 
     with Wire(running) as wire:
         wire.socket.sendall(asked(running.key()) * 3)
         hear(wire, b"HTTP/1.1 200", 3)
-    wait_until(lambda: not admission._total)
-    assert not admission._waiting
+    wait_until(lambda: not admission.waiting)
