@@ -15,8 +15,6 @@ _FIRST_UNSPACED, _LAST_UNSPACED = "\u3040", "\ufaff"
 _NO_TERM = -1
 _WORDS = re.compile(rf"[{_UNSPACED}]+|[^\W{_UNSPACED}]+")
 _VOWELS = frozenset("aeiouy")
-# characters of the words whose terms are kept for other texts
-_LONGEST_KEPT = 32
 
 # English stop words: they say how a question is phrased, not what it is about. A tenant has too few texts for
 # their BM25 weight to vanish by itself. ("s", "t" and such are what follows an apostrophe.)
@@ -57,7 +55,8 @@ class Analyzer(dict[str, int]):
         return " ".join(kept)
 
     def __missing__(self, word: str) -> int:
-        term = self[word] = _term(word) if len(word) <= _LONGEST_KEPT else _term.__wrapped__(word)
+        # the terms of long words are not kept for other texts
+        term = self[word] = (_term if len(word) <= 32 else _term.__wrapped__)(word)
         return term
 
 

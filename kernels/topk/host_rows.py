@@ -74,8 +74,7 @@ def _best(
     count, k = vectors.shape[0], scores.shape[0]
     query = np.empty(vectors.shape[1], np.float32)
     widen_row(asked, 0, query)
-    # each is computed once, and is NaN before that
-    cosines = np.full(count, np.nan)
+    cosines = np.full(count, np.nan)  # not computed yet
     if not shares.shape[0]:
         size = _nearest(vectors, flags, query, allowed, slack, cosines, scores, rows)
         sort_heap(scores, rows, 0, size)
@@ -89,13 +88,12 @@ def _best(
     size = 0
     for i in range(found):
         known[near_rows[i]] = True
-        cosine = _beside(vectors, query, beside, near_rows[i], near[i], cosines)
+        cosine = _beside(vectors, query, beside, near_rows[i], cosines)
         score = _raised(cosine, shares[near_rows[i]])
         size = offer(scores, rows, 0, size, k, score, near_rows[i])
     for i in range(told):
         if not known[said_rows[i]]:
-            cosine = _cosine(vectors, said_rows[i], query, cosines)
-            score = _raised(_beside(vectors, query, beside, said_rows[i], cosine, cosines), said[i])
+            score = _raised(_beside(vectors, query, beside, said_rows[i], cosines), said[i])
             size = offer(scores, rows, 0, size, k, score, said_rows[i])
     sort_heap(scores, rows, 0, size)
     return size
@@ -109,11 +107,9 @@ def _cosine(vectors: Halves, row: int, query: Float32s, cosines: Float64s) -> fl
 
 
 @lean
-def _beside(
-    vectors: Halves, query: Float32s, beside: Int64s, row: int, cosine: float, cosines: Float64s
-) -> float:
+def _beside(vectors: Halves, query: Float32s, beside: Int64s, row: int, cosines: Float64s) -> float:
     """The cosine of a row with what its neighbours lend."""
-    nearest = cosine
+    nearest = cosine = _cosine(vectors, row, query, cosines)
     if beside.shape[0]:
         for i in range(2):
             if beside[row, i] >= 0:

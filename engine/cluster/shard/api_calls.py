@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -49,7 +48,7 @@ from undertow.engine.cluster.shard.answer_streams import (
     UnknownTicket,
 )
 from undertow.engine.cluster.shard.commands import NotYet
-from undertow.engine.cluster.shard.engine_work import REPEATED_S, EngineWork
+from undertow.engine.cluster.shard.engine_work import EngineWork
 from undertow.engine.cluster.shard.index_build import AfterIndexBuild, CallerGone, IndexBuildQueue, forward
 from undertow.engine.cluster.shard.quick import is_quick_call, logs_quickly
 from undertow.engine.cluster.shard.supervisor import ShardSupervisor
@@ -138,9 +137,7 @@ class ApiCalls:
         def search(engine: Engine) -> SearchResult | NotYet:
             nonlocal begun
             if begun is None or begun[0] is not engine:  # a reopened engine has not begun
-                began_s, begun = time.monotonic(), (engine, engine.begin_search(query))
-                if time.monotonic() - began_s > REPEATED_S:
-                    return NotYet.GO_ON
+                begun = engine, engine.begin_search(query)
             return engine.go_on_searching(begun[1]) or NotYet.GO_ON
 
         return self._after_index_build(query, search)
