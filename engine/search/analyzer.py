@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Container
+from functools import lru_cache
 
 from undertow.engine.search.irregular_forms import BASE_FORMS
 
@@ -54,8 +55,14 @@ class Analyzer(dict[str, int]):
         return " ".join(kept)
 
     def __missing__(self, word: str) -> int:
-        term = self[word] = _NO_TERM if word in _FUNCTION_WORDS else zlib.crc32(root(word).encode())
+        # the terms of long words are not kept for other texts
+        term = self[word] = (_term if len(word) <= 32 else _term.__wrapped__)(word)
         return term
+
+
+@lru_cache(1 << 14)
+def _term(word: str) -> int:
+    return _NO_TERM if word in _FUNCTION_WORDS else zlib.crc32(root(word).encode())
 
 
 def _words(text: str) -> list[str]:

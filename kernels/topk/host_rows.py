@@ -74,39 +74,46 @@ def _best(
     count, k = vectors.shape[0], scores.shape[0]
     query = np.empty(vectors.shape[1], np.float32)
     widen_row(asked, 0, query)
+    cosines = np.full(count, np.nan)  # not computed yet
     if not shares.shape[0]:
-        size = _nearest(vectors, flags, query, allowed, slack, scores, rows)
+        size = _nearest(vectors, flags, query, allowed, slack, cosines, scores, rows)
         sort_heap(scores, rows, 0, size)
         return size
     depth = min(max(k, CANDIDATES), count)
     near, near_rows = np.empty(depth), np.empty(depth, np.int64)
-    found = _nearest(vectors, flags, query, allowed, slack, near, near_rows)
+    found = _nearest(vectors, flags, query, allowed, slack, cosines, near, near_rows)
     said, said_rows = np.empty(depth), np.empty(depth, np.int64)
     told = _most_said(allowed, shares, said, said_rows)
     known = np.zeros(count, np.bool_)
     size = 0
     for i in range(found):
         known[near_rows[i]] = True
-        cosine = _beside(vectors, query, beside, near_rows[i], near[i])
+        cosine = _beside(vectors, query, beside, near_rows[i], cosines)
         score = _raised(cosine, shares[near_rows[i]])
         size = offer(scores, rows, 0, size, k, score, near_rows[i])
     for i in range(told):
         if not known[said_rows[i]]:
-            cosine = dot64(vectors, said_rows[i], query)
-            score = _raised(_beside(vectors, query, beside, said_rows[i], cosine), said[i])
+            score = _raised(_beside(vectors, query, beside, said_rows[i], cosines), said[i])
             size = offer(scores, rows, 0, size, k, score, said_rows[i])
     sort_heap(scores, rows, 0, size)
     return size
 
 
 @lean
-def _beside(vectors: Halves, query: Float32s, beside: Int64s, row: int, cosine: float) -> float:
+def _cosine(vectors: Halves, row: int, query: Float32s, cosines: Float64s) -> float:
+    if np.isnan(cosines[row]):
+        cosines[row] = dot64(vectors, row, query)
+    return cosines[row]  # type: ignore[no-any-return]
+
+
+@lean
+def _beside(vectors: Halves, query: Float32s, beside: Int64s, row: int, cosines: Float64s) -> float:
     """The cosine of a row with what its neighbours lend."""
-    nearest = cosine
+    nearest = cosine = _cosine(vectors, row, query, cosines)
     if beside.shape[0]:
         for i in range(2):
             if beside[row, i] >= 0:
-                nearest = max(nearest, dot64(vectors, beside[row, i], query))
+                nearest = max(nearest, _cosine(vectors, beside[row, i], query, cosines))
     return _lent(cosine, nearest)
 
 
@@ -117,6 +124,7 @@ def _nearest(
     query: Float32s,
     allowed: Rows,
     slack: float,
+    cosines: Float64s,
     scores: Float64s,
     rows: Int64s,
 ) -> int:
@@ -133,7 +141,7 @@ def _nearest(
         stream32(vectors, picked, count, query, fast)
         for i in range(count):
             if size < scores.shape[0] or np.float64(fast[i]) >= scores[0] - slack:
-                exact = dot64(vectors, picked[i], query)
+                exact = _cosine(vectors, picked[i], query, cosines)
                 size = offer(scores, rows, 0, size, scores.shape[0], exact, picked[i])
     return size
 

@@ -13,7 +13,7 @@ import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from undertow.serving.http.middleware.admission import PLACE, Place
+from undertow.serving.http.middleware.admission import PLACE, Admission
 from undertow.serving.http.middleware.front import OPEN_PATHS
 from undertow.serving.http.middleware.load_limits import OVERLOAD, SOON_S
 from undertow.serving.http.problems import CLOSE, MEDIA_TYPE, Problem
@@ -21,7 +21,6 @@ from undertow.serving.http.service_settings import ServiceSettings
 
 MAX_HEADER_BYTES = 32 << 10
 TOO_MANY = "Too many connections are open. Try again in a moment."
-TENANTS = b"/v1/tenants/"
 # what tells how the service does is answered also when it has too much to do
 WATCHED = frozenset({b"/metrics", b"/v1/status", *(path.encode() for path in OPEN_PATHS)})
 
@@ -29,35 +28,19 @@ WATCHED = frozenset({b"/metrics", b"/v1/status", *(path.encode() for path in OPE
 def written(problem: Problem) -> tuple[bytes, bytes]:
     """The head and the body of a response."""
     body = orjson.dumps(problem.document)
-    headers: dict[str, Any] = {
-        "content-type": MEDIA_TYPE,
-        "content-length": len(body),
-        **{name.lower(): text for name, text in (problem.headers or {}).items()},
-    }
+    headers = {"Content-Type": MEDIA_TYPE, "Content-Length": str(len(body)), **(problem.headers or {})}
     status = f"HTTP/1.1 {problem.status_code} {http.HTTPStatus(problem.status_code).phrase}\r\n"
-    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    lines = "".join(f"{name.lower()}: {value}\r\n" for name, value in headers.items())
     return f"{status}{lines}\r\n".encode("latin-1"), body
 
 
-# of a request that is refused unread, by whether the connection stays open
-UNREAD = {
-    stays: written(
-        Problem(
-            429,
-            *OVERLOAD[:2],
-            headers={"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
-            | ({} if stays else CLOSE),
-            retry_after_s=SOON_S,
-        )
-    )
-    for stays in (True, False)
-}
+OWN = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+UNREAD, UNREAD_BODY = written(Problem(429, *OVERLOAD[:2], headers=OWN, retry_after_s=SOON_S))
 
 
 def tenant_in(path: bytes) -> bytes:
     """A tenant's name in a path, decoded as it may be written in many ways; empty: there is none."""
-    name = path.removeprefix(TENANTS).partition(b"/")[0] if path.startswith(TENANTS) else b""
-    return unquote_to_bytes(name) if b"%" in name else name
+    return unquote_to_bytes(path.split(b"/", 4)[3]) if path.startswith(b"/v1/tenants/") else b""
 
 
 class Incoming(Enum):
@@ -81,9 +64,10 @@ class Protocol(HttpToolsProtocol):
         self._incoming = Incoming.NOTHING
         self._head_bytes = 0
         self._serving: RequestResponseCycle | None = None
-        self._place: Place | None = None
-        # the request that is being received is answered already, unread
+        # the request that is being received: whose place it takes; it is answered already, unread
+        self._tenant = b""
         self._is_refused = False
+        self._admission: Admission = self.config.app.state.service.admission  # type: ignore[union-attr]
         super().connection_made(transport)
         if len(self.connections) > self.config.app.state.max_connections:  # type: ignore[union-attr]
             self._say(Problem(429, "connections", TOO_MANY, retry_after_s=1))
@@ -98,8 +82,7 @@ class Protocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError:
-            if not self.transport.is_closing():
-                self._refuse()
+            self._refuse()
             return
         except httptools.HttpParserUpgrade:  # the parser has stopped: it takes no further request
             self._end_after_response()
@@ -136,24 +119,15 @@ class Protocol(HttpToolsProtocol):
 
     def _admit(self) -> None:
         """Give the request a place, or refuse it. What comes behind a request under way waits for that."""
-        self._place = None
-        if not self._is_idle:
-            return
-        admission = self.config.app.state.service.admission  # type: ignore[union-attr]
-        path = httptools.parse_url(self.url).path
-        tenant = tenant_in(path)
-        if path not in WATCHED and admission.refuses(tenant):
+        path = httptools.parse_url(self.url).path if self._is_idle else b""
+        self._tenant = tenant_in(path)
+        if self._is_idle and path not in WATCHED and self._admission.refuses(self._tenant):
             self._is_refused = True
-            stays = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
-            head, body = UNREAD[stays]
-            self.transport.write(head if self.parser.get_method() == b"HEAD" else head + body)
-            self.server_state.total_requests += 1
-            if stays:
+            self.transport.write(UNREAD + (b"" if self.parser.get_method() == b"HEAD" else UNREAD_BODY))
+            if self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive():
                 self._start("body", self._settings.body_timeout_s, self.transport.close)
             else:
                 self.transport.close()
-        elif tenant:
-            self.scope[PLACE] = self._place = Place(admission, tenant)  # type: ignore[literal-required]
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """ValueError: it is a trailer, which would become a header of a request under way."""
@@ -173,16 +147,15 @@ class Protocol(HttpToolsProtocol):
         self._incoming = Incoming.NOTHING
         self._head_bytes = 0
         self._stop("body")
-        if self._is_refused:
-            self._is_refused = False
-            return
-        super().on_message_complete()
-        if self._place is not None:
-            self._place.enter()
+        if not self._is_refused:
+            super().on_message_complete()
+            if self._tenant and PLACE not in self.scope:
+                self.scope[PLACE] = self._admission.enter(self._tenant)  # type: ignore[literal-required]
+        self._is_refused = False
 
     def eof_received(self) -> None:
         """Answers an incomplete request with 400. After a complete one the client counts as disconnected."""
-        if self._incoming is not Incoming.NOTHING and not (self._is_refused or self.transport.is_closing()):
+        if self._incoming is not Incoming.NOTHING and not self._is_refused:
             self._say(Problem(400, "cut-off", "The connection ended within a request."))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -240,8 +213,7 @@ class Protocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._stop("headers")
-        if not self.transport.is_closing():
-            self._say(Problem(408, "slow", "The request's headers did not come in time."))
+        self._say(Problem(408, "slow", "The request's headers did not come in time."))
 
     def _refuse(self) -> None:
         """Answer what the parser does not take."""
@@ -260,6 +232,8 @@ class Protocol(HttpToolsProtocol):
 
         If the response to it has begun, only close; earlier requests are answered first, and instead.
         """
+        if self.transport.is_closing():
+            return
         if not self._is_idle and self._incoming is not Incoming.BODY:
             self._end_after_response()
             return

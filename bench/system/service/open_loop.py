@@ -23,8 +23,7 @@ from undertow.bench.system.parts import percentiles
 from undertow.bench.system.service.world import Request
 from undertow.engine.cluster.processes.worker import new_loop
 
-# below what the service takes: with fewer, requests would wait here, and not there
-MOST_CONNECTIONS = 4_000
+MOST_CONNECTIONS = 4_000  # with few, requests would wait here, and not in the service
 # after the last request was due
 ANSWERS_S = 120.0
 # the status of a request without an answer
@@ -32,8 +31,7 @@ NO_ANSWER = 0
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 Result = TypeVar("Result")
-# told the status, the body, and when the request was sent
-Done = Callable[[int, bytes, float], None]
+Done = Callable[[int, bytes, float], None]  # the status, the body, when it was sent
 
 
 class Answer(NamedTuple):

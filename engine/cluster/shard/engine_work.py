@@ -33,7 +33,7 @@ T = TypeVar("T")
 POLL_S = 0.005
 # so long after a query a step decides for a few milliseconds only, as the next query would wait for it
 SERVING_S = 1.0
-# commands that wait are repeated for so long in one round
+# commands are taken on a loop, and those that wait are repeated for so long in one round
 REPEATED_S = 0.002
 
 
@@ -268,7 +268,8 @@ class EngineWork:
         if not quickly and (deferred := self._long.pop()) is not None:
             self._busy = True  # for the next one
             self._obey(deferred)
-        while self._commands:
+        until_s = time.monotonic() + REPEATED_S
+        while self._commands and not (quickly and time.monotonic() > until_s):
             command = self._commands.popleft()
             if quickly and not self._is_quick(command):
                 if isinstance(command, TurnCall):  # none overtakes it

@@ -6,114 +6,71 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 
 log = logging.getLogger(__name__)
 
-# in the scope of a request that a connection brought: its Place
+# in a request's scope: what is called when it waits no longer, or would begin to
 PLACE = "undertow.place"
 # So many may wait however slow the loop is: connections of one caller, and a burst.
 LEAST_WAITING = 16
-# What the loop begins is assumed until it has been measured, each time over so long in which any waited.
+# What the loop begins, until it has been measured, each time over so long in which any waited.
 FIRST_PER_S, MEASURED_S = 500.0, 0.1
-# Refusals are told together, after this time.
-TOLD_S = 1.0
-
-
-def call_later(seconds: float, act: Callable[[], None]) -> object:
-    return asyncio.get_running_loop().call_later(seconds, act)
 
 
 class Admission:
-    """Bounds how long requests wait for their turn, by how many wait (Little's law).
+    """At most as many requests wait as the loop begins in `max_wait_s`, by what it has begun lately.
 
-    At most as many may wait as the loop begins in `max_wait_s`, by what it has begun lately. The places are
-    shared as water fills vessels: a tenant with fewer waiting requests than others is not refused for theirs.
+    A tenant with fewer waiting requests than others is not refused for theirs.
     """
 
-    def __init__(
-        self,
-        max_wait_s: float,
-        on_refused: Callable[[int], None],
-        *,
-        later: Callable[[float, Callable[[], None]], object] = call_later,
-        clock_s: Callable[[], float] = perf_counter,
-    ) -> None:
-        """`on_refused`: told how many were refused, after a second. `later` calls after so many seconds."""
-        self._max_wait_s = max_wait_s
-        self._on_refused = on_refused
-        self._later = later
-        self._clock_s = clock_s
-        self._waiting: Counter[bytes] = Counter()
-        self._total = 0
+    def __init__(self, max_wait_s: float, tell: Callable[[int], None]) -> None:
+        """`tell`: is told how many were refused."""
+        self._max_wait_s, self._tell = max_wait_s, tell
+        self.waiting: Counter[bytes] = Counter()
         self.most = max(LEAST_WAITING, int(FIRST_PER_S * max_wait_s))
-        """So many may wait now."""
-        # since when some wait without a break, and what was measured before that
-        self._since_s = 0.0
-        self._busy_s, self._begun = 0.0, 0
-        self._refused = 0
+        # since when some wait without a break, how long they did before, and how many have begun in all that
+        self._since_s, self._busy_s, self._begun, self._refused = 0.0, 0.0, 0, 0
 
     def refuses(self, tenant: bytes) -> bool:
         """Whether one more request of the tenant would wait too long. If so, it counts as refused."""
-        if self._total < self.most:
-            return False
-        level = self._waiting.get(tenant, 0) + 1
-        if sum(min(count, level) for count in self._waiting.values()) < self.most:
+        level = self.waiting.get(tenant, 0) + 1
+        if sum(min(count, level) for count in self.waiting.values()) < self.most:
             return False
         if not self._refused:
-            self._later(TOLD_S, self._tell)
+            asyncio.get_running_loop().call_later(1.0, self.tell)  # of all at once
         self._refused += 1
         return True
 
-    def enter(self, tenant: bytes) -> None:
-        """A request that has come as a whole waits from now on."""
-        if not self._total:
-            self._since_s = self._clock_s()
-        self._total += 1
-        self._waiting[tenant] += 1
+    def enter(self, tenant: bytes) -> Callable[[], None]:
+        """A request that has come as a whole waits, until it calls the result; that may be repeated."""
+        if not self.waiting:
+            self._since_s = perf_counter()
+        self.waiting[tenant] += 1
+        return partial(self._leave, [tenant])
 
-    def leave(self, tenant: bytes) -> None:
-        """It waits no longer."""
-        self._total -= 1
-        self._waiting[tenant] -= 1
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
-        now_s = self._clock_s()
-        self._begun += 1
-        self._busy_s, self._since_s = self._busy_s + now_s - self._since_s, now_s
+    def _leave(self, place: list[bytes]) -> None:
+        for tenant in place:
+            now_s = perf_counter()
+            self._busy_s, self._since_s = self._busy_s + now_s - self._since_s, now_s
+            self._begun += 1
+            self.waiting[tenant] -= 1
+            if not self.waiting[tenant]:
+                del self.waiting[tenant]
+        place.clear()
         if self._busy_s >= MEASURED_S:
             self.most = max(LEAST_WAITING, round(self._begun / self._busy_s * self._max_wait_s))
             self._busy_s, self._begun = 0.0, 0
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Tell of all refusals since the last time, in one log line."""
         refused, self._refused = self._refused, 0
-        self._on_refused(refused)
+        self._tell(refused)
         fields = {
-            "refused": refused,
             "problem": "overload",
-            "waiting": self._total,
-            "most_waiting": self.most,
+            "refused": refused,
+            "waiting": self.waiting.total(),
+            "most": self.most,
         }
         log.warning("requests refused unread", extra={"fields": fields})
-
-
-class Place:
-    """Of one request: it waits from when all of it has come until its turn, or its end."""
-
-    __slots__ = ("_admission", "_tenant", "_waits")
-
-    def __init__(self, admission: Admission, tenant: bytes) -> None:
-        self._admission = admission
-        self._tenant = tenant
-        self._waits: bool | None = None
-
-    def enter(self) -> None:
-        if self._waits is None:
-            self._waits = True
-            self._admission.enter(self._tenant)
-
-    def leave(self) -> None:
-        """May come before `enter`, which then does nothing, and be repeated."""
-        if self._waits:
-            self._admission.leave(self._tenant)
-        self._waits = False

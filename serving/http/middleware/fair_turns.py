@@ -11,9 +11,9 @@ from math import inf, log2
 from time import perf_counter
 from typing import Any, TypeVar
 
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Scope
 
-from undertow.serving.http.middleware.admission import Place
+from undertow.serving.http.middleware.admission import PLACE
 
 T = TypeVar("T")
 
@@ -56,10 +56,7 @@ class _Use:
 
 
 class _Line:
-    """Requests that wait. Tenants with a rank near the lowest take turns, each with its oldest request.
-
-    In the order of exact ranks, one that has just been served would wait until all of its equals were.
-    """
+    """Requests that wait. Tenants with a rank near the lowest take turns, each with its oldest request."""
 
     def __init__(self) -> None:
         # in the order of their turns; a tenant's rank is that of the moment when it came to the front
@@ -125,9 +122,9 @@ class FairTurns:
         # for the thread
         self._aside, self._is_busy = _Line(), False
 
-    def turn(self, tenant: str, place: Place | None = None) -> Turn:
-        """That of a new request, which leaves its place when its turn has come."""
-        return Turn(self, tenant, place)
+    def turn(self, tenant: str, scope: Scope | None = None) -> Turn:
+        """That of a new request, whose wait is over when its turn has come."""
+        return Turn(self, tenant, scope or {})
 
     async def refusal(self) -> None:
         """Wait to refuse a request: few are refused in one iteration, which slows down who asks on."""
@@ -224,9 +221,9 @@ class FairTurns:
 class Turn:
     """The turn of one request, once."""
 
-    def __init__(self, turns: FairTurns, tenant: str, place: Place | None) -> None:
+    def __init__(self, turns: FairTurns, tenant: str, scope: Scope) -> None:
         self.tenant = tenant
-        self._place = place
+        self._scope = scope
         self._turns = turns
         self._begun = False
 
@@ -235,8 +232,7 @@ class Turn:
         if not self._begun:
             self._begun = True
             await self._turns.begin(self)
-            if self._place is not None:
-                self._place.leave()
+            self._scope.setdefault(PLACE, int)()
 
     def after_body(self, receive: Receive) -> Receive:
         """`receive`, where the last part of the request's body comes in turn."""

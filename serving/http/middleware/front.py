@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from undertow.serving.auth.principal import Principal
-from undertow.serving.http.middleware.admission import PLACE, Place
+from undertow.serving.http.middleware.admission import PLACE
 from undertow.serving.http.middleware.fair_turns import FairTurns
 from undertow.serving.http.middleware.guard import Guard
 from undertow.serving.http.middleware.load_limits import LoadLimits
@@ -69,7 +69,6 @@ class Front:
         given = headers.get("x-request-id", "")
         scope[REQUEST_ID] = request_id = given if VALID_ID.fullmatch(given) else secrets.token_hex(8)
         scope["path"] = undecoded_path(scope)
-        place: Place | None = scope.get(PLACE)
         begun = False
 
         async def answer(message: Message) -> None:
@@ -85,8 +84,7 @@ class Front:
         try:
             await self._pass(scope, headers, receive, answer)
         except Exception as error:  # noqa: BLE001 - the boundary of a request: it fails, others continue
-            if place is not None:  # a refusal may wait for long, and keeps nobody out meanwhile
-                place.leave()
+            scope.setdefault(PLACE, int)()  # a refusal may wait for long
             if begun:  # the response can only be left incomplete
                 log_failure(log, error)
             else:
@@ -99,8 +97,7 @@ class Front:
             # its frames have what has the error: they would live on until the collector stops the loop
             error.__traceback__ = None
         finally:
-            if place is not None:
-                place.leave()
+            scope.setdefault(PLACE, int)()
 
     async def _pass(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         if scope["path"] in OPEN_PATHS:

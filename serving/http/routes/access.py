@@ -23,7 +23,6 @@ from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
 from undertow.serving.auth.principal import Principal, Scope, check_name
-from undertow.serving.http.middleware.admission import PLACE
 from undertow.serving.http.middleware.body_limits import bounded
 from undertow.serving.http.middleware.front import TENANT, sender_of
 from undertow.serving.http.middleware.idempotency import KEY_HEADER, KeyOwner, answer_once
@@ -149,7 +148,7 @@ class GuardedRoute(APIRoute):
             receive = bounded(
                 receive, headers, *self._bounds(service.settings), grace_s=service.settings.body_timeout_s
             )
-            turn = service.turns.turn(name, scope.get(PLACE))
+            turn = service.turns.turn(name, scope)
             if scope["method"] in WITHOUT_BODY:
                 await turn.begin()
             else:

@@ -2,143 +2,86 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Callable, Iterator
-from http.client import HTTPResponse
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterator
 
-import httpx2
 import pytest
 
-from undertow.serving.http.middleware.admission import LEAST_WAITING, Admission, Place
+from undertow.serving.http.middleware import admission
+from undertow.serving.http.middleware.admission import LEAST_WAITING, Admission
 from undertow.serving.http.protocol import tenant_in
 
 from ...support.llm_servers import wait_until
-from ...support.service.http import Running, at, is_problem, said, serving
+from ...support.service.http import Running, at, is_problem, said
 from ...support.service.wire import Wire, request_head
 
-
-class World:
-    """Admission with a clock of its own; what it would do later is done when asked."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.told: list[int] = []
-        self.later: list[Callable[[], None]] = []
-        self.admission = Admission(
-            0.1, self.told.append, later=lambda _, act: self.later.append(act), clock_s=lambda: self.now_s
-        )
-
-    def serve(self, count: int, each_s: float) -> None:
-        """So many requests that wait at once, begun one after the other."""
-        for _ in range(count):
-            self.admission.enter(b"ann")
-        for _ in range(count):
-            self.now_s += each_s
-            self.admission.leave(b"ann")
+BOUNDS = {"body_timeout_s": 1.0}
 
 
 @pytest.mark.parametrize(("each_s", "most"), [(0.001, 100), (0.002, 50), (0.1, LEAST_WAITING)])
-def test_so_many_may_wait_as_the_loop_begins_in_the_time(each_s: float, most: int) -> None:
-    world = World()
-    world.serve(round(1 / each_s), each_s)
-    world.now_s += 3_600.0  # idle, which says nothing of the rate
-    world.serve(200, each_s)
-    assert world.admission.most == pytest.approx(most, rel=0.05)
+def test_so_many_may_wait_as_the_loop_begins_in_the_time(
+    each_s: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, limits = 0.0, Admission(0.1, print)
+    monkeypatch.setattr(admission, "perf_counter", lambda: now_s)
+    for count in (round(1 / each_s), 200):
+        for leave in [limits.enter(b"ann") for _ in range(count)]:
+            now_s += each_s
+            leave()
+        now_s += 3_600.0  # idle, which says nothing of the rate
+    assert limits.most == pytest.approx(most, rel=0.05)
 
 
-def test_a_tenant_with_few_waiting_requests_is_not_refused_for_those_of_others() -> None:
-    world = World()
-    admission = world.admission
-    while not admission.refuses(b"hostile"):
-        admission.enter(b"hostile")
-    for n in range(10):
-        assert not admission.refuses(b"%d" % n)
-        admission.enter(b"%d" % n)
-    assert admission.refuses(b"hostile")
-    for n in range(10, 10 * admission.most):
-        if not admission.refuses(b"%d" % n):
-            admission.enter(b"%d" % n)
-    assert admission.refuses(b"new"), "as many tenants wait as requests may"
-    assert sum(admission._waiting.values()) <= 2 * admission.most
+@pytest.mark.anyio
+async def test_a_tenant_with_few_waiting_requests_is_not_refused_for_those_of_others() -> None:
+    limits = Admission(0.1, print)
+    while not limits.refuses(b"hostile"):
+        limits.enter(b"hostile")
+    names = [b"%d" % n for n in range(10 * limits.most)]
+    for n, name in enumerate(names):
+        if not (refused := limits.refuses(name)):
+            limits.enter(name)
+        assert n > 10 or not refused
+    assert limits.refuses(b"hostile") and limits.refuses(b"new")
+    assert limits.waiting.total() <= 2 * limits.most
 
 
-def test_refusals_are_counted_and_told_together(caplog: pytest.LogCaptureFixture) -> None:
-    world = World()
-    for _ in range(world.admission.most):
-        world.admission.enter(b"ann")
-    assert all(world.admission.refuses(b"ann") for _ in range(1_000))
-    assert len(world.later) == 1 and not caplog.records
-    with caplog.at_level(logging.WARNING):
-        world.later.pop()()
-    assert world.told == [1_000]
-    assert [record.fields["refused"] for record in caplog.records] == [1_000]  # type: ignore[attr-defined]
-    assert world.admission.refuses(b"ann") and len(world.later) == 1
+@pytest.mark.anyio
+async def test_refusals_are_counted_and_told_together(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[int] = []
+    limits = Admission(0.1, told.append)
+    leave, *_ = [limits.enter(b"ann") for _ in range(limits.most)]
+    assert all(limits.refuses(b"ann") for _ in range(1_000)) and not caplog.records
+    limits.tell()
+    assert told == [record.fields["refused"] for record in caplog.records] == [1_000]  # type: ignore[attr-defined]
+    leave()
+    leave()
+    assert limits.waiting.total() == limits.most - 1, "a place is left once"
 
 
-def test_a_place_is_left_once_and_not_taken_after_that() -> None:
-    admission = World().admission
-    early, place = Place(admission, b"ann"), Place(admission, b"ann")
-    early.leave()
-    for one in (early, place):
-        one.enter()
-    assert admission._total == 1
-    place.leave()
-    place.leave()
-    assert admission._total == 0 and not admission._waiting
-
-
-@pytest.mark.parametrize(
-    ("path", "tenant"),
-    [
-        (b"/v1/tenants/ann/search", b"ann"),
-        (b"/v1/tenants/%61nn", b"ann"),
-        (b"/v1/tenants/a%2Fb/stats", b"a/b"),
-        (b"/v1/tenants", b""),
-        (b"/mcp/ann", b""),
-    ],
-)
-def test_a_tenant_s_name_is_the_same_however_it_is_written(path: bytes, tenant: bytes) -> None:
-    assert tenant_in(path) == tenant
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(Path(tmp_path_factory.mktemp("service")), body_timeout_s=1.0) as running:
-        yield running
+def test_a_tenant_s_name_is_the_same_however_it_is_written() -> None:
+    assert tenant_in(b"/v1/tenants/ann/search") == tenant_in(b"/v1/tenants/%61nn") == b"ann"
+    assert tenant_in(b"/v1/tenants/a%2Fb/stats") == b"a/b"
+    assert tenant_in(b"/v1/tenants") == tenant_in(b"/mcp/ann") == b""
 
 
 @pytest.fixture
-def full(running: Running) -> Iterator[Admission]:
+def full(running: Running) -> Iterator[None]:
     """As many requests wait as may, each of another tenant: a stand-in for a loop with much to do."""
-    admission = running.service.admission
-    names = [b"waiting %d" % n for n in range(4_096)]
-
-    async def fill(act: Callable[[bytes], None]) -> None:
-        for name in names:
-            act(name)
-        admission._begun = 0  # of what did not run, which says nothing of the loop
-
-    assert running.server is not None
-    loop = running.server.servers[0].get_loop()
-    asyncio.run_coroutine_threadsafe(fill(admission.enter), loop).result()
-    yield admission
-    asyncio.run_coroutine_threadsafe(fill(admission.leave), loop).result()
+    limits = running.service.admission
+    others = {b"waiting %d" % n: 1 for n in range(4_096)}
+    limits.waiting.update(others)
+    yield
+    limits.waiting.subtract(others)
+    limits.waiting += Counter()  # without those of none
 
 
-SEARCH = b'{"query": "boat"}'
+BODY = b'{"query": "boat"}'
 
 
 def asked(key: str, *more: str, method: str = "POST") -> bytes:
-    length = f"Content-Length: {len(SEARCH)}"
-    head = request_head(key, length, "Content-Type: application/json", *more, path=at("ann", "/search"))
-    return head.replace(b"POST", method.encode(), 1) + SEARCH
-
-
-def refused(answer: HTTPResponse) -> bool:
-    waits = answer.status == 429 and answer.headers["retry-after"] == "1"
-    return waits and answer.headers["content-type"] == "application/problem+json"
+    headers = f"Content-Length: {len(BODY)}", "Content-Type: application/json", *more
+    return request_head(key, *headers, path=at("ann", "/search"), method=method) + BODY
 
 
 def hear(wire: Wire, line: bytes, count: int) -> None:
@@ -150,41 +93,29 @@ def hear(wire: Wire, line: bytes, count: int) -> None:
         heard += part
 
 
-def test_in_overload_a_request_is_refused_unread_and_its_connection_goes_on(
-    running: Running, full: Admission, caplog: pytest.LogCaptureFixture
-) -> None:
-    key = running.key()
-    client = running.client_of(key)
-    problem = client.post(at("ann", "/search"), content=b" " * 100_000)
-    assert is_problem(problem, 429, "overload")["detail"] == "Too many requests are under way. Try again."
-    assert client.post(at("ann", "/search"), json={"query": "x"}).status_code == 429
+@pytest.mark.usefixtures("full")
+def test_in_overload_a_request_is_refused_unread_and_its_connection_goes_on(running: Running) -> None:
+    refused = running.client().post(at("ann", "/search"), content=b" " * 100_000)
+    assert is_problem(refused, 429, "overload")["detail"] == "Too many requests are under way. Try again."
+    assert refused.headers["retry-after"] == "1"
     with Wire(running) as wire:
         for _ in range(2):
-            wire.socket.sendall(asked("no key, which is not looked at"))
-            assert refused(wire.answer())
-        wire.socket.sendall(asked(key) + asked(key))
-        hear(wire, b"HTTP/1.1 429", 2)
-        wire.socket.sendall(asked(key, method="HEAD"))
+            wire.socket.sendall(asked("no key, which is not looked at") * 2)
+            hear(wire, b"HTTP/1.1 429", 2)
+        wire.socket.sendall(asked("none", method="HEAD"))
         assert wire.socket.recv(65_536).endswith(b"\r\n\r\n")
-        wire.socket.sendall(asked(key, "Connection: close"))
+        wire.socket.sendall(asked("none", "Connection: close"))
         assert wire.until_end().startswith(b"HTTP/1.1 429")
-    assert not [one for one in caplog.records if one.name == "asyncio"]
-
-
-def test_the_body_of_a_refused_request_does_not_keep_its_connection_open(
-    running: Running, full: Admission
-) -> None:
     with Wire(running) as wire:
-        wire.head(running.key(), "Content-Length: 1000000")
-        assert refused(wire.answer())
-        wire.socket.sendall(b"a")
+        wire.head("none", "Content-Length: 1000000")
+        hear(wire, b"HTTP/1.1 429", 1)
+        wire.socket.sendall(b"a")  # the rest of the body does not come in time
         wire.until_end()
 
 
-def test_in_overload_health_and_metrics_are_answered_and_tell_of_the_refusals(
-    running: Running, full: Admission
-) -> None:
-    client: httpx2.Client = running.client()
+@pytest.mark.usefixtures("full")
+def test_in_overload_health_and_metrics_are_answered_and_tell_of_the_refusals(running: Running) -> None:
+    client = running.client()
     for path in ("/health/live", "/health/ready", "/v1/status", "/metrics", "/metrics?x=1"):
         assert client.get(path).status_code == 200
     assert client.get("/v1/tenants").status_code == 429
@@ -192,14 +123,13 @@ def test_in_overload_health_and_metrics_are_answered_and_tell_of_the_refusals(
 
 
 def test_requests_leave_their_places_whatever_becomes_of_them(running: Running) -> None:
-    admission, client = running.service.admission, running.client()
+    client = running.client()
     client.post(at("ann", "/memories"), json={"messages": said("the boat")})
-    for path, key in (("/search", None), ("/nowhere", None), ("/search", "wrong"), ("/export", None)):
-        headers = {} if key is None else {"Authorization": key}
-        client.post(at("ann", path), json={"query": "x"}, headers=headers)
-        client.get(at("ann", path), headers=headers)
+    for path in ("/search", "/nowhere", "/export"):
+        for by in (client, running.client_of(None)):
+            by.post(at("ann", path), json={"query": "x"})
+            by.get(at("ann", path))
     with Wire(running) as wire:
         wire.socket.sendall(asked(running.key()) * 3)
         hear(wire, b"HTTP/1.1 200", 3)
-    wait_until(lambda: not admission._total)
-    assert not admission._waiting
+    wait_until(lambda: not running.service.admission.waiting)

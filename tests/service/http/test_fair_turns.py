@@ -66,7 +66,6 @@ async def test_whoever_has_used_the_loop_least_is_next_and_its_oldest_request() 
 
 
 async def test_tenants_that_have_used_the_loop_about_alike_take_turns() -> None:
-    """The one that has used it most of them waits for one request of each, and not for all of theirs."""
     world = World()
     for n in range(4):
         world.used(f"{n}", 0.2 - 0.04 * n)
