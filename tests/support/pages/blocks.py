@@ -27,18 +27,19 @@ from ..cluster.forked import FORKS, ROOT
 SHELL = ("bash", "sh", "console")
 SHOWN = ("text", "json", "yaml", "toml", "{toctree}")
 COMMAND = re.compile(
-    r"^\s*(\$ |[A-Z_]+=\S|(\.venv/|\./|(undertow|make|pip|python3?|pytest|curl|docker|kubectl|export|bash|git|ray) ))"
+    r"^\s*(\$ |[A-Z_]+=\S|\.venv/|\./|"
+    r"(undertow|make|pip|python3?|pytest|curl|docker|kubectl|export|bash|git|ray) )"
 )
 FENCE = re.compile(r"( *)(`{3,}|~{3,})(.*)")
 NOT_RUN = re.compile(r" *<!-- not run: (.+) -->")
 REASON = re.compile(
     r"needs (?:a card|a cluster|a hosted LLM|(minutes and gigabytes|another program) \(.+\)(?<!\(\)))$"
 )
-SETTINGS = {
-    f"{model.model_config['env_prefix']}{name}".upper()
+DEFAULTS = {
+    f"{model.model_config['env_prefix']}{name}".upper(): field.default
     for model in (Settings, ServiceSettings, ClusterSettings)
-    for name in model.model_fields
-} | set(OTHERS)
+    for name, field in model.model_fields.items()
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def faults_of(block: Block) -> Iterator[str]:
     commands = [line for line in block.text.splitlines() if COMMAND.match(line)]
     if block.language not in ("", *SHELL, "python", *SHOWN):
         yield f"nothing is known of the language {block.language!r}"
-    if block.language == "" and commands or block.language == "text" and COMMAND.match(block.text):
+    if commands and (block.language == "" or (block.language == "text" and COMMAND.match(block.text))):
         yield f"a command without a language: {commands[0]}"
     if block.reason is not None:
         if not REASON.match(block.reason):
@@ -99,11 +100,33 @@ def faults_of(block: Block) -> Iterator[str]:
         if not block.is_code:
             yield "a reason above a block that is never run"
     if block.is_code:
-        unknown = set(re.findall(r"\bUNDERTOW_[A-Z_]*[A-Z]\b", block.text)) - SETTINGS
-        yield from (f"{name} is no setting" for name in sorted(unknown))
+        yield from unknown_settings(block.text)
     if block.language in SHELL and block.reason is not None:
         for words in commands_of(block.text):
             yield from (f"{fault}: {shlex.join(words)}" for fault in faults_of_command(words))
+
+
+def unknown_settings(text: str) -> Iterator[str]:
+    named = set(re.findall(r"\bUNDERTOW_[A-Z_]*[A-Z]\b(?!_)", text))
+    yield from (f"{name} is no setting" for name in sorted(named - {*DEFAULTS, *OTHERS}))
+
+
+def faults_of_words(page: str, text: str) -> Iterator[str]:
+    """What a page names between its blocks, in backticks, and the program does not have."""
+    words = re.sub(r"^ *(```+).*?^ *\1", "", text, flags=re.MULTILINE | re.DOTALL)
+    code = re.findall(r"`([^`\n]+)`", words)
+    yield from (f"{page}: {fault}" for part in code for fault in unknown_settings(part))
+    for part in (part for part in code if part.startswith("undertow ")):
+        command: Any = typer.main.get_command(app)
+        rest = part.split()[1:]
+        while rest and rest[0] in getattr(command, "commands", {}):
+            command = command.commands[rest.pop(0)]
+        known = {option for param in command.params for option in param.opts} | {"--version"}
+        strange = rest[:1] if hasattr(command, "commands") else [one for one in rest if one.startswith("--")]
+        yield from (f"{page}: no {one} in `{part}`" for one in strange if one.partition("=")[0] not in known)
+    for name, told in re.findall(r"`(UNDERTOW_\w+)` \((\d[\d,]*)(?: s)?[;,)]", words):
+        if DEFAULTS[name] not in (None, float(told.replace(",", ""))):
+            yield f"{page}: the default of {name} is {DEFAULTS[name]}, not {told}"
 
 
 def commands_of(text: str) -> Iterator[list[str]]:
@@ -125,7 +148,7 @@ def commands_of(text: str) -> Iterator[list[str]]:
 def faults_of_command(words: Sequence[str]) -> Iterator[str]:
     """What the program, Makefile, pyproject.toml or the folders do not have."""
     names = [Path(word).name for word in words]
-    if "undertow" in names:
+    if "undertow" in names and words[0] != "pip":
         yield from wrong_options(words[names.index("undertow") + 1 :])
     elif "-m" in words and (module := words[words.index("-m") + 1]).startswith("undertow."):
         yield from wrong_arguments(module, words[words.index("-m") + 2 :])
@@ -135,9 +158,8 @@ def faults_of_command(words: Sequence[str]) -> Iterator[str]:
     elif words[:2] == ["pip", "install"]:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         extras = ",".join(re.findall(r"undertow\[(.+?)\]", " ".join(words))).split(",")
-        yield from (
-            f"no extra {one}" for one in extras if one and one not in project["optional-dependencies"]
-        )
+        unknown = {*filter(None, extras)} - set(project["optional-dependencies"])
+        yield from (f"no extra {one}" for one in unknown)
     for word in words:
         if re.match(r"(bench|tests|kuberay|examples)/[\w/]+(\.\w+)?$", word) and not (ROOT / word).exists():
             yield f"no such file {word}"

@@ -1,8 +1,8 @@
 """A terminal in which the blocks of a page run from top to bottom, as a reader would run them.
 
-Shell blocks run in one bash, with errors as errors (-euo pipefail; curl fails by status), Python blocks in one
-process and one namespace; variables that the shell exports are seen there. `undertow` is the program itself,
-forked from a process that has imported it. What differs from the page's text is what differs for each reader:
+Shell blocks run in one bash, with errors as errors (-euo pipefail; curl fails by status), Python blocks in
+one process and one namespace, which sees what the shell exports. `undertow` is the program itself, forked
+from a process that has imported it. What differs from the page's text is what differs for each reader:
 
 - ports: 8000 is that of a mock LLM server, any other a free one;
 - `ut_...` is the key that the page has shown last; else one for all tenants, of a service that is started
