@@ -265,7 +265,7 @@ def answer_prompt(
     """Ask the question with memories of the three tiers (RecMem, section 3.5), sorted by `order`.
 
     Turns come first, but for the style `paper`: a small model answers with the first date that it sees,
-    and an episode's is seldom that (docs/quality.md).
+    and an episode's is seldom that (docs/decisions/0008).
     """
     tiers = (("Turns", turns), ("Facts", facts), ("Episodes", episodes))
     sections = tiers[::-1] if style == "paper" else tiers

@@ -3,7 +3,7 @@
 #
 #   make setup && bench/gpu/kit.sh [FOLDER]
 #
-# FOLDER (build/gpu-kit) gets one/ and two/, each below 60 MiB. bench/gpu/kit/README.md says what
+# FOLDER (build/gpu-kit) gets one/ and two/, each below 60 MiB. docs/gpu-kit.md says what
 # the machine is expected to have, and what runs there.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

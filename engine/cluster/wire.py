@@ -1,7 +1,7 @@
 """Turns and receipts as Arrow tables, as they travel between a router and its shards.
 
 The sender packs the JSON that the journal stores and the text to embed. So a shard neither decodes nor
-encodes it again (measured: docs/performance.md), and invalid Unicode or JSON is refused before it is sent.
+encodes it again (measured: docs/decisions/0028), and invalid Unicode or JSON is refused before it is sent.
 """
 
 from __future__ import annotations

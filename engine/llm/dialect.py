@@ -15,7 +15,7 @@ from undertow.prompts.builders import Prompt
 Part = Literal["max_tokens", "temperature", "seed", "frequency_penalty", "schema bounds", "response_format"]
 
 _PARAMETERS: tuple[Part, ...] = ("max_tokens", "temperature", "seed", "frequency_penalty")
-# After a reply that was cut off: small models may repeat a sentence without end (docs/quality.md).
+# After a reply that was cut off: small models may repeat a sentence without end (docs/decisions/0008).
 _PENALTY = 0.3
 _UNSUPPORTED = re.compile(r"support|permitted|allowed|accept|unrecogni|unknown|unexpected|forbidden", re.I)
 _OF_SCHEMA = re.compile(r"response_format|schema|grammar|(min|max)(Length|Items)", re.I)

@@ -35,7 +35,7 @@ Rows = NDArray[np.bool_]
 
 EVERYWHERE = Where()
 
-# The weight of the words that tell turns apart in a query's vector; docs/quality.md has the figures.
+# The weight of the words that tell turns apart in a query's vector; docs/decisions/0023 has the figures.
 TELLING_SHARE = 0.7
 
 # A search of more turns and memories takes over five milliseconds: without filters, and with them, which

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 # A text with every word of the query has a BM25 share of about 0.45, which moves its cosine three quarters of
-# the way to 1. Quality is the same from 2 to 5, see docs/quality.md.
+# the way to 1. Quality is the same from 2 to 5, see docs/decisions/0023.
 WORDS_WEIGHT = 3.0
 # Of what the nearer neighbour of a text is nearer to the query than the text itself, this part counts for it.
 LENT_SHARE = 0.3
