@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import re
-import runpy
 import shlex
-import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,9 +19,9 @@ from undertow.engine.cluster.settings import ClusterSettings
 from undertow.serving.cli import app
 from undertow.serving.http.service_settings import ServiceSettings
 
-from ..cluster.forked import FORKS, ROOT
+from ..cluster.forked import ROOT
 
-SHELL = ("bash", "sh", "console")
+SHELL = ("bash", "sh")
 SHOWN = ("text", "json", "yaml", "toml", "{toctree}")
 COMMAND = re.compile(
     r"^\s*(\$ |[A-Z_]+=\S|\.venv/|\./|"
@@ -114,16 +111,10 @@ def unknown_settings(text: str) -> Iterator[str]:
 def faults_of_words(page: str, text: str) -> Iterator[str]:
     """What a page names between its blocks, in backticks, and the program does not have."""
     words = re.sub(r"^ *(```+).*?^ *\1", "", text, flags=re.MULTILINE | re.DOTALL)
-    code = re.findall(r"`([^`\n]+)`", words)
-    yield from (f"{page}: {fault}" for part in code for fault in unknown_settings(part))
-    for part in (part for part in code if part.startswith("undertow ")):
-        command: Any = typer.main.get_command(app)
-        rest = part.split()[1:]
-        while rest and rest[0] in getattr(command, "commands", {}):
-            command = command.commands[rest.pop(0)]
-        known = {option for param in command.params for option in param.opts} | {"--version"}
-        strange = rest[:1] if hasattr(command, "commands") else [one for one in rest if one.startswith("--")]
-        yield from (f"{page}: no {one} in `{part}`" for one in strange if one.partition("=")[0] not in known)
+    for part in re.findall(r"`([^`\n]+)`", words):
+        named = part.split()[1:] if part.startswith("undertow ") else ["--version"]
+        faults = [*unknown_settings(part), *wrong_options(named, whole=False)]
+        yield from (f"{page}: `{part}`: {fault}" for fault in faults)
     for name, told in re.findall(r"`(UNDERTOW_\w+)` \((\d[\d,]*)(?: s)?[;,)]", words):
         if DEFAULTS[name] not in (None, float(told.replace(",", ""))):
             yield f"{page}: the default of {name} is {DEFAULTS[name]}, not {told}"
@@ -132,7 +123,7 @@ def faults_of_words(page: str, text: str) -> Iterator[str]:
 def commands_of(text: str) -> Iterator[list[str]]:
     """The words of each command, without assignments before it."""
     for line in text.replace("\\\n", " ").splitlines():
-        line = re.sub(r" [<>]+ ?\S+", "", line.removeprefix("$ "))  # where its output goes
+        line = re.sub(r" [<>]+ ?\S+", "", line)  # where its output goes
         lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
         lexer.whitespace_split = True
         words: list[str] = []
@@ -165,60 +156,31 @@ def faults_of_command(words: Sequence[str]) -> Iterator[str]:
             yield f"no such file {word}"
 
 
-def wrong_options(words: Sequence[str]) -> Iterator[str]:
-    """What the program's own parser says of the arguments of `undertow`."""
+def wrong_options(words: Sequence[str], whole: bool = True) -> Iterator[str]:
+    """What the program's own parser says of the arguments of `undertow`; `whole`: none may be missing."""
     command: Any = typer.main.get_command(app)
     rest = list(words)
-    while True:
-        context = command.context_class(command)
-        try:
-            given, rest, _ = command.make_parser(context).parse_args(rest)
-        except Exception as refused:  # noqa: BLE001 - typer has its own copy of click's errors
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command = command.commands[rest.pop(0)]
+    context = command.context_class(command)
+    try:
+        given, more, _ = command.make_parser(context).parse_args(rest)
+        if more or (whole and hasattr(command, "commands")):
+            yield f"no command or argument {' '.join(more)}"
+        for param in command.params if whole else ():
+            param.process_value(context, given.get(param.name))
+    except Exception as refused:  # noqa: BLE001 - typer has its own copy of click's errors
+        # the reader's files are not here
+        if "does not exist" not in str(refused) and (whole or "requires an argument" not in str(refused)):
             yield str(refused)
-            return
-        for param in command.params:
-            try:
-                param.process_value(context, given.get(param.name))
-            except Exception as refused:  # noqa: BLE001 - as above
-                if "does not exist" not in str(refused):  # the reader's files are not here
-                    yield f"{param.name}: {refused}"
-        below = getattr(command, "commands", None)
-        if below is None:
-            yield from (f"unexpected {word}" for word in rest)
-            return
-        if not rest or rest[0] not in below:
-            yield f"no command {' '.join(rest[:1])}"
-            return
-        command, rest = below[rest[0]], rest[1:]
 
 
 def wrong_arguments(module: str, words: Sequence[str]) -> Iterator[str]:
-    """What a module that is run says of its arguments, by its own parser; those without one take none."""
-    found = find_spec(module) and find_spec(f"{module}.__main__" if is_package(module) else module)
-    if not found or not found.origin:
-        yield f"no module {module}"
-    elif "ArgumentParser" in Path(found.origin).read_text():
-        process = FORKS.Process(target=parse_only, args=(module, list(words)))
-        process.start()
-        process.join()
-        if process.exitcode:
-            yield f"its parser refuses them with exit code {process.exitcode}"
-
-
-def is_package(module: str) -> bool:
+    """There is no such module to be run, or its code does not name an option."""
     found = find_spec(module)
-    return found is not None and found.submodule_search_locations is not None
-
-
-def parse_only(module: str, words: list[str]) -> None:
-    """In a fork: begin to run a module, and end once it has parsed its arguments."""
-    parse = argparse.ArgumentParser.parse_args
-
-    def parsed(parser: argparse.ArgumentParser, *args: Any) -> None:
-        parse(parser, *args)
-        sys.exit(0)
-
-    argparse.ArgumentParser.parse_args = parsed  # type: ignore[method-assign, assignment]
-    sys.argv = [module, *words]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    sys.exit("nothing was parsed")
+    if found and found.submodule_search_locations:
+        found = find_spec(f"{module}.__main__")
+    source = Path(found.origin).read_text().replace("_", "-") if found and found.origin else ""
+    if not source:
+        yield f"no module {module}"
+    yield from (f"no {word}" for word in words if word.startswith("--") and word[2:] not in source)

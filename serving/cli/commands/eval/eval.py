@@ -79,7 +79,11 @@ Questions = Annotated[
 ]
 AblationName = Annotated[
     str | None,
-    typer.Option("--ablation", metavar="NAME", help="The policy without a part of it, see docs/evaluation-reference.md."),
+    typer.Option(
+        "--ablation",
+        metavar="NAME",
+        help="The policy without a part of it, see docs/evaluation-reference.md.",
+    ),
 ]
 MemoriesOf = Annotated[
     Path | None,
