@@ -63,7 +63,7 @@ class Forked:
         files: int | None = None,
         folder: Path | None = None,
     ) -> None:
-        """`out`, `err`: the files that its output is added to. `files`: how many it may open; half at first."""
+        """`out`, `err`: files that its output is added to. `files`: how many it may open; half at first."""
         words = [str(arg) for arg in args]
         self._process = fork(run_program, words, dict(env), str(out), str(err), files, folder)
 

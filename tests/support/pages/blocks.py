@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import re
-import runpy
 import shlex
-import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,23 +19,24 @@ from undertow.engine.cluster.settings import ClusterSettings
 from undertow.serving.cli import app
 from undertow.serving.http.service_settings import ServiceSettings
 
-from ..cluster.forked import FORKS, ROOT
+from ..cluster.forked import ROOT
 
-SHELL = ("bash", "sh", "console")
+SHELL = ("bash", "sh")
 SHOWN = ("text", "json", "yaml", "toml", "{toctree}")
 COMMAND = re.compile(
-    r"^\s*(\$ |[A-Z_]+=\S|(\.venv/|\./|(undertow|make|pip|python3?|pytest|curl|docker|kubectl|export|bash|git|ray) ))"
+    r"^\s*(\$ |[A-Z_]+=\S|\.venv/|\./|"
+    r"(undertow|make|pip|python3?|pytest|curl|docker|kubectl|export|bash|git|ray) )"
 )
 FENCE = re.compile(r"( *)(`{3,}|~{3,})(.*)")
 NOT_RUN = re.compile(r" *<!-- not run: (.+) -->")
 REASON = re.compile(
     r"needs (?:a card|a cluster|a hosted LLM|(minutes and gigabytes|another program) \(.+\)(?<!\(\)))$"
 )
-SETTINGS = {
-    f"{model.model_config['env_prefix']}{name}".upper()
+DEFAULTS = {
+    f"{model.model_config['env_prefix']}{name}".upper(): field.default
     for model in (Settings, ServiceSettings, ClusterSettings)
-    for name in model.model_fields
-} | set(OTHERS)
+    for name, field in model.model_fields.items()
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def faults_of(block: Block) -> Iterator[str]:
     commands = [line for line in block.text.splitlines() if COMMAND.match(line)]
     if block.language not in ("", *SHELL, "python", *SHOWN):
         yield f"nothing is known of the language {block.language!r}"
-    if block.language == "" and commands or block.language == "text" and COMMAND.match(block.text):
+    if commands and (block.language == "" or (block.language == "text" and COMMAND.match(block.text))):
         yield f"a command without a language: {commands[0]}"
     if block.reason is not None:
         if not REASON.match(block.reason):
@@ -99,17 +97,33 @@ def faults_of(block: Block) -> Iterator[str]:
         if not block.is_code:
             yield "a reason above a block that is never run"
     if block.is_code:
-        unknown = set(re.findall(r"\bUNDERTOW_[A-Z_]*[A-Z]\b", block.text)) - SETTINGS
-        yield from (f"{name} is no setting" for name in sorted(unknown))
+        yield from unknown_settings(block.text)
     if block.language in SHELL and block.reason is not None:
         for words in commands_of(block.text):
             yield from (f"{fault}: {shlex.join(words)}" for fault in faults_of_command(words))
 
 
+def unknown_settings(text: str) -> Iterator[str]:
+    named = set(re.findall(r"\bUNDERTOW_[A-Z_]*[A-Z]\b(?!_)", text))
+    yield from (f"{name} is no setting" for name in sorted(named - {*DEFAULTS, *OTHERS}))
+
+
+def faults_of_words(page: str, text: str) -> Iterator[str]:
+    """What a page names between its blocks, in backticks, and the program does not have."""
+    words = re.sub(r"^ *(```+).*?^ *\1", "", text, flags=re.MULTILINE | re.DOTALL)
+    for part in re.findall(r"`([^`\n]+)`", words):
+        named = part.split()[1:] if part.startswith("undertow ") else ["--version"]
+        faults = [*unknown_settings(part), *wrong_options(named, whole=False)]
+        yield from (f"{page}: `{part}`: {fault}" for fault in faults)
+    for name, told in re.findall(r"`(UNDERTOW_\w+)` \((\d[\d,]*)(?: s)?[;,)]", words):
+        if DEFAULTS[name] not in (None, float(told.replace(",", ""))):
+            yield f"{page}: the default of {name} is {DEFAULTS[name]}, not {told}"
+
+
 def commands_of(text: str) -> Iterator[list[str]]:
     """The words of each command, without assignments before it."""
     for line in text.replace("\\\n", " ").splitlines():
-        line = re.sub(r" [<>]+ ?\S+", "", line.removeprefix("$ "))  # where its output goes
+        line = re.sub(r" [<>]+ ?\S+", "", line)  # where its output goes
         lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
         lexer.whitespace_split = True
         words: list[str] = []
@@ -125,7 +139,7 @@ def commands_of(text: str) -> Iterator[list[str]]:
 def faults_of_command(words: Sequence[str]) -> Iterator[str]:
     """What the program, Makefile, pyproject.toml or the folders do not have."""
     names = [Path(word).name for word in words]
-    if "undertow" in names:
+    if "undertow" in names and words[0] != "pip":
         yield from wrong_options(words[names.index("undertow") + 1 :])
     elif "-m" in words and (module := words[words.index("-m") + 1]).startswith("undertow."):
         yield from wrong_arguments(module, words[words.index("-m") + 2 :])
@@ -135,68 +149,38 @@ def faults_of_command(words: Sequence[str]) -> Iterator[str]:
     elif words[:2] == ["pip", "install"]:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         extras = ",".join(re.findall(r"undertow\[(.+?)\]", " ".join(words))).split(",")
-        yield from (
-            f"no extra {one}" for one in extras if one and one not in project["optional-dependencies"]
-        )
+        unknown = {*filter(None, extras)} - set(project["optional-dependencies"])
+        yield from (f"no extra {one}" for one in unknown)
     for word in words:
         if re.match(r"(bench|tests|kuberay|examples)/[\w/]+(\.\w+)?$", word) and not (ROOT / word).exists():
             yield f"no such file {word}"
 
 
-def wrong_options(words: Sequence[str]) -> Iterator[str]:
-    """What the program's own parser says of the arguments of `undertow`."""
+def wrong_options(words: Sequence[str], whole: bool = True) -> Iterator[str]:
+    """What the program's own parser says of the arguments of `undertow`; `whole`: none may be missing."""
     command: Any = typer.main.get_command(app)
     rest = list(words)
-    while True:
-        context = command.context_class(command)
-        try:
-            given, rest, _ = command.make_parser(context).parse_args(rest)
-        except Exception as refused:  # noqa: BLE001 - typer has its own copy of click's errors
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command = command.commands[rest.pop(0)]
+    context = command.context_class(command)
+    try:
+        given, more, _ = command.make_parser(context).parse_args(rest)
+        if more or (whole and hasattr(command, "commands")):
+            yield f"no command or argument {' '.join(more)}"
+        for param in command.params if whole else ():
+            param.process_value(context, given.get(param.name))
+    except Exception as refused:  # noqa: BLE001 - typer has its own copy of click's errors
+        # the reader's files are not here
+        if "does not exist" not in str(refused) and (whole or "requires an argument" not in str(refused)):
             yield str(refused)
-            return
-        for param in command.params:
-            try:
-                param.process_value(context, given.get(param.name))
-            except Exception as refused:  # noqa: BLE001 - as above
-                if "does not exist" not in str(refused):  # the reader's files are not here
-                    yield f"{param.name}: {refused}"
-        below = getattr(command, "commands", None)
-        if below is None:
-            yield from (f"unexpected {word}" for word in rest)
-            return
-        if not rest or rest[0] not in below:
-            yield f"no command {' '.join(rest[:1])}"
-            return
-        command, rest = below[rest[0]], rest[1:]
 
 
 def wrong_arguments(module: str, words: Sequence[str]) -> Iterator[str]:
-    """What a module that is run says of its arguments, by its own parser; those without one take none."""
-    found = find_spec(module) and find_spec(f"{module}.__main__" if is_package(module) else module)
-    if not found or not found.origin:
-        yield f"no module {module}"
-    elif "ArgumentParser" in Path(found.origin).read_text():
-        process = FORKS.Process(target=parse_only, args=(module, list(words)))
-        process.start()
-        process.join()
-        if process.exitcode:
-            yield f"its parser refuses them with exit code {process.exitcode}"
-
-
-def is_package(module: str) -> bool:
+    """There is no such module to be run, or its code does not name an option."""
     found = find_spec(module)
-    return found is not None and found.submodule_search_locations is not None
-
-
-def parse_only(module: str, words: list[str]) -> None:
-    """In a fork: begin to run a module, and end once it has parsed its arguments."""
-    parse = argparse.ArgumentParser.parse_args
-
-    def parsed(parser: argparse.ArgumentParser, *args: Any) -> None:
-        parse(parser, *args)
-        sys.exit(0)
-
-    argparse.ArgumentParser.parse_args = parsed  # type: ignore[method-assign, assignment]
-    sys.argv = [module, *words]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    sys.exit("nothing was parsed")
+    if found and found.submodule_search_locations:
+        found = find_spec(f"{module}.__main__")
+    source = Path(found.origin).read_text().replace("_", "-") if found and found.origin else ""
+    if not source:
+        yield f"no module {module}"
+    yield from (f"no {word}" for word in words if word.startswith("--") and word[2:] not in source)

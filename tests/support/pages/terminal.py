@@ -1,8 +1,8 @@
 """A terminal in which the blocks of a page run from top to bottom, as a reader would run them.
 
-Shell blocks run in one bash, with errors as errors (-euo pipefail; curl fails by status), Python blocks in one
-process and one namespace; variables that the shell exports are seen there. `undertow` is the program itself,
-forked from a process that has imported it. What differs from the page's text is what differs for each reader:
+Shell blocks run in one bash, with errors as errors (-euo pipefail; curl fails by status), Python blocks in
+one process and one namespace, which sees what the shell exports. `undertow` is the program itself, forked
+from a process that has imported it. What differs from the page's text is what differs for each reader:
 
 - ports: 8000 is that of a mock LLM server, any other a free one;
 - `ut_...` is the key that the page has shown last; else one for all tenants, of a service that is started
@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ..cluster.forked import FORKS, ROOT, Forked, fork, settle
 from .blocks import SHELL, Block
@@ -73,33 +73,21 @@ class Terminal:
         path = f"{self._bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._env = {**kept, **ENV, "PATH": path, "CURL_HOME": str(folder), **more}
         self._servers: dict[str, Forked] = {}
-        self._lock = threading.Lock()  # a fork's end is read by one thread
         self._listener = socket.socket(socket.AF_UNIX)
         self._python: tuple[Connection, Any] | None = None
-
-    def __enter__(self) -> Self:
         address = f"\0undertow-{os.getpid()}-{id(self)}"  # of no file: a path may be too long
         self._listener.bind(address)
         self._listener.listen()
         program = self._bin / "undertow"
         program.write_text(PROGRAM.format(python=sys.executable, address=address))
         program.chmod(0o755)
-        threading.Thread(target=self._accept, daemon=True).start()
+        threading.Thread(target=self._answer, daemon=True).start()
         with self._out.open("a") as out, self._err.open("a") as err:
-            self._shell = subprocess.Popen(
-                ["bash", "-euo", "pipefail"],
-                cwd=self.folder,
-                env=self._env,
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=err,
-                text=True,
-                bufsize=1,
-                start_new_session=True,
-            )
-        return self
+            where: Any = {"cwd": self.folder, "env": self._env, "start_new_session": True}
+            streams: Any = {"stdin": subprocess.PIPE, "stdout": out, "stderr": err, "text": True}
+            self._shell = subprocess.Popen(["bash", "-euo", "pipefail"], bufsize=1, **where, **streams)
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._python is not None:
             self._python[0].close()
             self._python[1].join(10)
@@ -146,11 +134,8 @@ class Terminal:
 
     def _in_shell(self, block: Block, text: str) -> None:
         script, done = self.folder.parent / "block.sh", self.folder.parent / "environment"
-        lines = text.splitlines(keepends=True)
-        if block.language == "console":
-            lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
         # a server is put in the background by the program itself
-        script.write_text("set -x\n" + "".join(lines) + f"{{ set +x; }} 2>/dev/null\nenv -0 > {done}.new\n")
+        script.write_text(f"set -x\n{text}{{ set +x; }} 2>/dev/null\nenv -0 > {done}.new\n")
         assert self._shell.stdin is not None
         self._shell.stdin.write(f"source {script}; mv {done}.new {done}\n")
         ends_at = time.monotonic() + MOST_S
@@ -175,17 +160,14 @@ class Terminal:
     def _told(self) -> str:
         return f"{self._out.read_text()[-2_000:]}\n----\n{self._err.read_text()[-4_000:]}"
 
-    def _accept(self) -> None:
+    def _answer(self) -> None:
         with suppress(OSError):  # it is closed
             while True:
                 asked, _ = self._listener.accept()
-                threading.Thread(target=self._answer, args=(asked,), daemon=True).start()
-
-    def _answer(self, asked: socket.socket) -> None:
-        with asked, asked.makefile() as given, suppress(BrokenPipeError):
-            pid, words, env, folder = json.load(given)
-            out, err = (Path(f"/proc/{pid}/fd/{stream}") for stream in (1, 2))
-            asked.sendall(str(self._program(words, env, out, err, folder)).encode())
+                with asked, asked.makefile() as given:
+                    pid, words, env, folder = json.load(given)
+                    out, err = (Path(f"/proc/{pid}/fd/{stream}") for stream in (1, 2))
+                    asked.sendall(str(self._program(words, env, out, err, folder)).encode())
 
     def _program(
         self, words: list[str], env: Mapping[str, str], out: Path, err: Path, folder: Path | str
@@ -201,8 +183,7 @@ class Terminal:
                 former.terminate()
                 self._end_of(former)
             out, err = self._out, self._err  # those of the command end with it
-        with self._lock:
-            process = Forked(words, env, out, err, folder=Path(folder))
+        process = Forked(words, env, out, err, folder=Path(folder))
         if serves:
             self._servers[port] = process
         return self._end_of(process, port)
@@ -211,9 +192,8 @@ class Terminal:
         """Its exit code; 0 once it listens at a port."""
         ends_at = time.monotonic() + MOST_S
         while time.monotonic() < ends_at:
-            with self._lock:
-                if (code := process.poll()) is not None:
-                    return code
+            if (code := process.poll()) is not None:
+                return code
             if port:
                 with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", int(port)), 5):
                     return 0
