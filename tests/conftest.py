@@ -44,6 +44,7 @@ LONGEST_FILES = (
     *("test_contract.py", "test_ray_cluster.py", "test_process_cluster.py", "test_isolation.py"),
     *("test_resharding.py", "test_kill.py", "test_equivalence.py", "test_cluster.py", "test_serve.py"),
     *("test_serve_workers.py", "test_serve_on_ray.py", "test_log_simulation.py", "test_policy_change.py"),
+    *("test_faults.py", "test_gate_shim.py", "test_examples.py", "test_mcp_stdio.py", "test_gate.py"),
 )
 
 

@@ -55,10 +55,15 @@ class Salience:
     quiet_share: float
     day_tokens: int
 
-    def speaks(self, seq: int, memory: MemoryView) -> bool:
-        """Whether a turn is not among those of the last turns that say least."""
-        before = sorted(_information_of(s, memory) for s in memory.turns_to(seq, LOOK_BACK))
-        return _information_of(seq, memory) >= before[int(self.quiet_share * (len(before) - 1))]
+    def speaks(self, seq: int, memory: MemoryView, told: dict[int, int]) -> bool:
+        """Whether a turn is not among those of the last turns that say least.
+
+        `told`: how much turns say, by seq, as far as known; kept while many that stand together are asked of.
+        """
+        before = memory.turns_to(seq, LOOK_BACK)
+        for unknown in {seq, *before} - told.keys():
+            told[unknown] = information(_said(unknown, memory))
+        return told[seq] >= sorted(told[s] for s in before)[int(self.quiet_share * (len(before) - 1))]
 
     def to_read(self, seq: int, memory: MemoryView, settled: Sequence[int]) -> tuple[int, ...]:
         """The turns to read once `seq` is decided: of the window that it completes; () within the window.
@@ -112,10 +117,6 @@ def day_of(seq: int, memory: MemoryView) -> str:
     last = (*memory.turns_to(seq, 1), seq)[0]
     timestamp = memory.turn(last).timestamp if memory.exists(last) else None
     return f"{memory.turns_before(last) // 1_000}k" if timestamp is None else timestamp[: len("2026-05-07")]
-
-
-def _information_of(seq: int, memory: MemoryView) -> int:
-    return information(_said(seq, memory))
 
 
 def _said(seq: int, memory: MemoryView) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,15 @@ class Store:
 
 def cosine(a: NDArray[np.float16], b: NDArray[np.float16]) -> float:
     """Dot product by exact rational arithmetic; the conversion to float must lose nothing."""
+    assert a.dtype == b.dtype == np.float16
+    return _cosine(a.tobytes(), b.tobytes())
+
+
+@lru_cache(4096)  # worlds have few vectors, each many times
+def _cosine(*pair: bytes) -> float:
     # fp16 numbers are multiples of 2**-24
-    left, right = ((vector.astype(np.float64) * 2**24).astype(np.int64).tolist() for vector in (a, b))
+    vectors = (np.frombuffer(vector, np.float16).astype(np.float64) for vector in pair)
+    left, right = ((vector * 2**24).astype(np.int64).tolist() for vector in vectors)
     exact = Fraction(sum(x * y for x, y in zip(left, right, strict=True)), 2**48)
     assert Fraction(float(exact)) == exact
     return float(exact)

@@ -69,6 +69,7 @@ class OracleRecMem(Oracle):
         self._spent: dict[str, int] = {}  # tokens of salient turns by day
         self._last_day = ""
         self._turns: dict[int, Turn] = {}
+        self._information: dict[int, int] = {}
         self._vectors: dict[int, Whole] = {}
         self._live: list[int] = []
         self._thetas = ToldThetas()
@@ -76,6 +77,7 @@ class OracleRecMem(Oracle):
     def take(self, seq: int, turn: Turn) -> None:
         """Decide one turn (the spec's steps 1 to 6)."""
         self._turns[seq] = self._dated(turn)
+        self._information[seq] = information(self._words(seq))
         self._vectors[seq] = self._embed(turn.text)
         thetas = self._thetas.in_force(self.settings)
         nearest, score = self._nearest_episode(seq)
@@ -128,9 +130,6 @@ class OracleRecMem(Oracle):
         except BadReply:
             return "parked", cluster, cluster
 
-    def _information(self, seq: int) -> int:
-        return information(self._words(seq))
-
     def _words(self, seq: int) -> str:
         return " ".join(m.content for m in self._turns[seq].messages)
 
@@ -138,8 +137,8 @@ class OracleRecMem(Oracle):
         """Not among the share of the last 16 turns that say least."""
         if not self._salient:
             return True
-        last = sorted(self._information(s) for s in [s for s in sorted(self._turns) if s <= seq][-16:])
-        return self._information(seq) >= last[int(self.settings.quiet_share * (len(last) - 1))]
+        last = sorted(self._information[s] for s in [s for s in sorted(self._turns) if s <= seq][-16:])
+        return self._information[seq] >= last[int(self.settings.quiet_share * (len(last) - 1))]
 
     def _read(
         self, seq: int, window: Sequence[int], live: Sequence[int], settled: Sequence[int]
@@ -156,8 +155,8 @@ class OracleRecMem(Oracle):
         words = {s: len(re.findall(r"[^\W_]+", self._words(s))) for s in window}
         room = 0.65 * sum(count + 8 for count in words.values())
         turns: list[int] = []
-        for s in sorted(unread, key=lambda s: (-self._information(s) / (words[s] + 2), s)):
-            if self._information(s) and words[s] + 8 <= room:
+        for s in sorted(unread, key=lambda s: (-self._information[s] / (words[s] + 2), s)):
+            if self._information[s] and words[s] + 8 <= room:
                 room -= words[s] + 8
                 turns = sorted([*turns, s])
         if not turns:
