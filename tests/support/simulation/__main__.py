@@ -7,5 +7,4 @@ import sys
 from .run import run
 
 for seed in map(int, sys.argv[1:]):
-    result = run(seed)
-    print(seed, result.digest, f"{result.virtual_s:.3f} s", result.counts, flush=True)
+    print(seed, run(seed).digest, flush=True)

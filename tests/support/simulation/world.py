@@ -227,10 +227,11 @@ class World:
             await asyncio.sleep(rng.expovariate(1 / 1.5))
             now = shard_map.load(self.root)
             more = len(now.shards) == 1 or rng.random() < 0.6
-            wanted = [*now.shards, f"s{now.version}m"] if more else sorted(rng.sample(now.shards, len(now.shards) - 1))
+            fewer = rng.sample(now.shards, len(now.shards) - 1)
+            wanted = sorted([*now.shards, f"s{now.version}m"] if more else fewer)
             self.note("moves", *wanted)
             self.count["moves"] += 1
-            while shard_map.load(self.root).shards != tuple(sorted(wanted)) or shard_map.load(self.root).before:
+            while (now := shard_map.load(self.root)).before or now.shards != tuple(wanted):
                 await self._coordinate(wanted)
                 await asyncio.sleep(rng.expovariate(1 / 0.5))
 

@@ -21,7 +21,7 @@ from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.store_info import StoreLocked
 
-from ....support.storage.journal import raw_texts, row, stored, taken_over, texts
+from ....support.storage.journal import DIM, raw_texts, row, stored, taken_over, texts
 
 
 def test_a_former_writer_is_stopped_and_its_late_rows_count_for_nothing(place: Location) -> None:
@@ -47,6 +47,18 @@ def test_a_former_writer_is_stopped_and_its_late_rows_count_for_nothing(place: L
     again = taken_over(place)
     again.append([row("fourth")])
     assert stored(place) == ["first", "second", "third", "fourth"], "its begin is still known"
+
+
+def test_a_former_writer_that_reads_what_was_purged_is_told_of_the_new_one(tmp_path: Path) -> None:
+    Journal.create(tmp_path, DIM, {"model": "none"})
+    old = Journal.open(tmp_path, writable=True, takeover=True)
+    old.append([row("first"), row("second", "bob")])
+    old.settle()
+    new = taken_over(tmp_path)
+    new.delete(["bob"], before_lsn=2)
+    new.purge()
+    with pytest.raises(Fenced, match="taken over"):
+        texts(old)
 
 
 ACTS: dict[str, Callable[[Journal], Any]] = {
