@@ -1,6 +1,6 @@
 """A whole cluster by a seed: clients, moves, erasures, crashes, torn writes, paused writers, lost answers.
 
-`make soak` runs a thousand seeds. One is run again by: python -m tests.support.simulation SEED
+`make soak` runs a thousand seeds. One is run again by: python -m tests.support.cluster.simulation SEED
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ..support.simulation.defects import DEFECTS
-from ..support.simulation.run import Failed, run
+from ..support.cluster.simulation.defects import DEFECTS
+from ..support.cluster.simulation.run import Failed, run
 
 SEEDS = (44, 34, 15, 40, 10, 14, 23, 36, 46, 47)
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
     """All events with their times, whatever the order of sets."""
     digests = {
         subprocess.run(
-            (sys.executable, "-m", "tests.support.simulation", str(SEEDS[0])),
+            (sys.executable, "-m", "tests.support.cluster.simulation", str(SEEDS[0])),
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
             cwd=ROOT,
             capture_output=True,
@@ -54,6 +54,6 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_the_seeds_find_a_defect(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     DEFECTS[defect](monkeypatch)
-    with pytest.raises(Failed, match=r"python -m tests.support.simulation \d+$"):
+    with pytest.raises(Failed, match=r"python -m tests.support.cluster.simulation \d+$"):
         for seed in SEEDS:
             run(seed)

@@ -1,4 +1,4 @@
-"""A thousand seeds of the simulated cluster (tests/support/simulation)."""
+"""A thousand seeds of the simulated cluster (tests/support/cluster/simulation)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from undertow.bench.machine import commit
 
-from ..support.simulation.run import Failed, run
+from ..support.cluster.simulation.run import Failed, run
 from ..support.soak.runs import report
 
 SEEDS = int(os.environ.get("SOAK_SEEDS", "1000"))

@@ -19,9 +19,9 @@ from undertow.engine.storage.journal import Row
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.row_codec import Control, control_of
 
-from ..api.erasure import files_with, values_with
-from ..cluster.in_process import cluster_state
-from ..faults.harness import assert_same_state, end_state, reports
+from ...api.erasure import files_with, values_with
+from ...faults.harness import assert_same_state, end_state, reports
+from ..in_process import cluster_state
 from .clients import GREETING, Client, wording
 from .llm import REPLIES
 from .world import ENCODER, World

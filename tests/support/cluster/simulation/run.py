@@ -53,7 +53,7 @@ class Failed(AssertionError):
         last = "\n".join(events)
         super().__init__(
             f"{last}\n\nseed {seed}: {type(why).__name__}: {why}\n"
-            f"Run it again: python -m tests.support.simulation {seed}"
+            f"Run it again: python -m tests.support.cluster.simulation {seed}"
         )
 
 

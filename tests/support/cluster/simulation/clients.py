@@ -24,7 +24,7 @@ from undertow.engine.base.queries import (
 )
 from undertow.engine.step.admission import QueueFull
 
-from ..faults.harness import FILLER, TOPICS
+from ...faults.harness import FILLER, TOPICS
 
 if TYPE_CHECKING:
     from .world import World

@@ -18,8 +18,8 @@ from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.encoders.hashing import HashingEncoder
 
-from ..engine import settings_of
-from ..faults.harness import THETA, WINDOWS
+from ...engine import settings_of
+from ...faults.harness import THETA, WINDOWS
 from .disk import Disk, Files
 from .llm import SimLLM
 from .processes import Network, Process, ShardProcess

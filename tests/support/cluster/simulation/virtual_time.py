@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from queue import Empty
 from typing import TYPE_CHECKING, Any
@@ -69,10 +69,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._clock.now_s
 
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
-        return self.call_soon(callback, *args, context=context)
+    call_soon_threadsafe = asyncio.SelectorEventLoop.call_soon
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         """What another thread would do is done at one moment, some time from now."""
         done = self.create_future()
 
@@ -166,7 +165,7 @@ class Threads:
         self.loop.call_later(0.0002 * self._rng.random(), self._wake, thread, 0)
         return thread
 
-    def wait(self, begin: Callable[[Callable[[], None]], object]) -> None:
+    def wait(self, begin: Callable[[Callable[[], object]], object]) -> None:
         """Stop the running thread until the function that `begin` is given was called."""
         thread = self.running
         at = thread.parks + 1
@@ -228,8 +227,7 @@ class Threads:
     def ThreadPoolExecutor(self, *_: Any, **__: Any) -> SimExecutor:
         return SimExecutor(self)
 
-    def get_ident(self) -> int:
-        return threading.get_ident()
+    get_ident = staticmethod(threading.get_ident)
 
 
 class SimFuture(Future[Any]):
@@ -271,7 +269,7 @@ class SimLock:
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
         self._held = False
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[Callable[[], object]] = deque()
 
     def __enter__(self) -> None:
         while self._held:
@@ -288,7 +286,7 @@ class SimEvent:
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
         self._set = False
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[Callable[[], object]] = []
 
     def set(self) -> None:
         self._set = True
@@ -307,7 +305,7 @@ class SimEvent:
             self._threads.wait(lambda wake: self._begin(wake, timeout))
         return self._set
 
-    def _begin(self, wake: Callable[[], None], timeout: float | None) -> None:
+    def _begin(self, wake: Callable[[], object], timeout: float | None) -> None:
         self._waiting.append(wake)
         if timeout is not None:
             self._threads.loop.call_later(timeout, wake)
