@@ -1,4 +1,4 @@
-"""Runs seeds, and prints the hash of the events of each: `python -m tests.support.cluster.simulation SEED...`."""
+"""Runs seeds, and prints the hash of the events of each: `-m tests.support.cluster.simulation SEED...`."""
 
 from __future__ import annotations
 

@@ -56,6 +56,15 @@ class Plan:
         self.commits_per_compaction = rng.choice((3, 16))
 
 
+class WorldDisk(Disk):
+    def __init__(self, world: World) -> None:
+        super().__init__(world.rng("disk"))
+        self._world = world
+
+    def effect(self, name: str) -> None:
+        self._world.effect(name)
+
+
 class World:
     """A cluster, its clients, and what befalls them."""
 
@@ -65,7 +74,7 @@ class World:
         self.clock = Clock(self.rng("clock"))
         self.loop = VirtualLoop(self.clock, self.rng("loop"))
         self.threads = Threads(self.loop, self.rng("threads"))
-        self.disk = Disk(self.rng("disk"), self.effect)
+        self.disk = WorldDisk(self)
         self.root = Files(str(folder / "root"))
         durability, most = self.plan.durability, self.plan.batch_turns
         self.settings = settings_of(
