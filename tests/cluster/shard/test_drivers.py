@@ -332,10 +332,7 @@ async def test_what_the_loop_has_stored_and_decided_is_what_an_engine_stores_and
     assert_same_state(end_state(tmp_path / "loop"), end_state(tmp_path / "engine"))
 
 
-async def test_a_shard_without_an_engine_rests_and_gives_its_lock_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is closed on the loop's thread, and was opened on another."""
+async def test_a_shard_without_an_engine_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds: list[bool] = []
     act = EngineWork.round
 
@@ -345,7 +342,6 @@ async def test_a_shard_without_an_engine_rests_and_gives_its_lock_back(
 
     async with opened(tmp_path) as memories:
         memories._router._shard._supervisor._discard(Fenced("another writer has the store"))  # type: ignore[union-attr]
-        await asyncio.to_thread(lambda: Journal.open(tmp_path, writable=True).close())
         monkeypatch.setattr(EngineWork, "round", counted)
         with pytest.raises(Fenced):
             await memories.call(word(1))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from undertow.engine.storage.journal import Fenced, Journal, JournalError, Row
 from undertow.engine.storage.journal_rows import to_table
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.storage.location import Location
-from undertow.engine.storage.store_info import StoreLocked
+from undertow.engine.storage.store_info import StoreLocked, WriterLock
 
 from ....support.storage.journal import DIM, raw_texts, row, stored, taken_over, texts
 
@@ -59,6 +60,13 @@ def test_a_former_writer_that_reads_what_was_purged_is_told_of_the_new_one(tmp_p
     new.purge()
     with pytest.raises(Fenced, match="taken over"):
         texts(old)
+
+
+def test_a_lock_is_freed_on_another_thread_than_took_it(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        lock = pool.submit(WriterLock, tmp_path).result()
+    lock.close()
+    WriterLock(tmp_path).close()
 
 
 ACTS: dict[str, Callable[[Journal], Any]] = {
