@@ -78,6 +78,37 @@ class Entangled(FakeShard):
         return any(self.deadly in turn.text for turn in call.turns)
 
 
+class Gapped(FakeShard):
+    """A call never comes to it, while the next one waits there for that; nor does the first hello then."""
+
+    gaps = 2
+
+    async def add(self, table: pa.Table, stamp: CallStamp) -> pa.Table:
+        if self.gaps == 2:
+            self.gaps -= 1
+            while not self.inside:
+                await asyncio.sleep(0.001)
+            raise ShardGone("lost on its way")
+        return await super().add(table, stamp)
+
+    async def hello(self, client: str, map_version: int) -> SessionStart:
+        if self.gaps == 1:
+            self.gaps -= 1
+            raise ShardGone("lost on its way")
+        return await super().hello(client, map_version)
+
+
+def test_a_call_that_never_comes_holds_its_successors_up_only_for_a_while() -> None:
+    shard = Gapped()
+
+    async def work(sent: Sent) -> None:
+        first, second = put(sent, "a"), put(sent, "b")
+        assert await first + await second == ["stored", "stored"]
+
+    with_client(shard, work)
+    assert shard.stored == said("a", "b")
+
+
 def test_two_clients_whose_shard_dies_blame_only_the_turn_that_kills_it() -> None:
     shard = Entangled()
 

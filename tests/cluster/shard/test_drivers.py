@@ -30,7 +30,7 @@ from undertow.engine.cluster.shard.supervisor import EngineParts, ShardSuperviso
 from undertow.engine.cluster.shard.turn_calls import TurnCalls
 from undertow.engine.step.admission import Admission
 from undertow.engine.step.batch_size import QUICK_TURNS
-from undertow.engine.storage.journal import Journal, JournalError
+from undertow.engine.storage.journal import Fenced, Journal, JournalError
 from undertow.engine.tenants.turn_columns import TurnColumns
 from undertow.serving.async_memories import AsyncMemories, open_memories
 
@@ -330,3 +330,20 @@ async def test_what_the_loop_has_stored_and_decided_is_what_an_engine_stores_and
         for name in ("ann", "bob", "cy"):
             engine.flush(name)
     assert_same_state(end_state(tmp_path / "loop"), end_state(tmp_path / "engine"))
+
+
+async def test_a_shard_without_an_engine_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[bool] = []
+    act = EngineWork.round
+
+    def counted(self: EngineWork, *, quickly: bool = False) -> bool:
+        rounds.append(quickly)
+        return act(self, quickly=quickly)
+
+    async with opened(tmp_path) as memories:
+        memories._router._shard._supervisor._discard(Fenced("another writer has the store"))  # type: ignore[union-attr]
+        monkeypatch.setattr(EngineWork, "round", counted)
+        with pytest.raises(Fenced):
+            await memories.call(word(1))
+        await asyncio.sleep(0.2)
+        assert len(rounds) < 10

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from undertow.engine.storage.journal import Fenced, Journal, JournalError, Row
 from undertow.engine.storage.journal_rows import to_table
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.storage.location import Location
-from undertow.engine.storage.store_info import StoreLocked
+from undertow.engine.storage.store_info import StoreLocked, WriterLock
 
-from ....support.storage.journal import raw_texts, row, stored, taken_over, texts
+from ....support.storage.journal import DIM, raw_texts, row, stored, taken_over, texts
 
 
 def test_a_former_writer_is_stopped_and_its_late_rows_count_for_nothing(place: Location) -> None:
@@ -47,6 +48,25 @@ def test_a_former_writer_is_stopped_and_its_late_rows_count_for_nothing(place: L
     again = taken_over(place)
     again.append([row("fourth")])
     assert stored(place) == ["first", "second", "third", "fourth"], "its begin is still known"
+
+
+def test_a_former_writer_that_reads_what_was_purged_is_told_of_the_new_one(tmp_path: Path) -> None:
+    Journal.create(tmp_path, DIM, {"model": "none"})
+    old = Journal.open(tmp_path, writable=True, takeover=True)
+    old.append([row("first"), row("second", "bob")])
+    old.settle()
+    new = taken_over(tmp_path)
+    new.delete(["bob"], before_lsn=2)
+    new.purge()
+    with pytest.raises(Fenced, match="taken over"):
+        texts(old)
+
+
+def test_a_lock_is_freed_on_another_thread_than_took_it(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        lock = pool.submit(WriterLock, tmp_path).result()
+    lock.close()
+    WriterLock(tmp_path).close()
 
 
 ACTS: dict[str, Callable[[Journal], Any]] = {

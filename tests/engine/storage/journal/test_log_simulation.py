@@ -9,23 +9,20 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
-from undertow.engine.storage import fenced_log, tail
+from undertow.engine.storage import fenced_log, lance_log, tail
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage.fenced_log import Durability
 from undertow.engine.storage.journal import Journal, JournalError
-from undertow.engine.storage.lance_log import LanceLog
-from undertow.engine.storage.location import Appender, Location
 
+from ....support.cluster.simulation.disk import Disk, Files, Table
 from ....support.engine import bytes_hold
 from ....support.storage.journal import DIM, row, texts
 
@@ -37,19 +34,12 @@ class Crash(BaseException):
 
 
 @dataclass
-class Simulation:
+class Simulation(Disk):
     """What happens at each effect of a writer. `at`: the effect, from 0 on, at which `event` happens."""
 
-    rng: random.Random
     at: int = -1
     event: Callable[[], None] = lambda: None
     effects: list[str] = field(default_factory=list)
-    # of the files that are appended to: how much of each survives a power failure
-    synced: dict[Path, int] = field(default_factory=dict)
-    # descriptors of files that were flushed to the disk
-    flushed: set[int] = field(default_factory=set)
-    # removed files, which a power failure may bring back
-    removed: dict[Path, bytes] = field(default_factory=dict)
     quiet: bool = False
 
     def effect(self, name: str) -> None:
@@ -65,102 +55,6 @@ class Simulation:
 
     def crash(self) -> None:
         raise Crash
-
-    def fail_power(self, rng: random.Random) -> None:
-        """Undo what no flush to the disk has made durable, or some of it."""
-        for path, size in self.synced.items():
-            if path.exists():
-                data = path.read_bytes()
-                kept = rng.randrange(size, len(data) + 1)
-                zeros = rng.choice([0, len(data) - kept])  # the length grows before the bytes are there
-                path.write_bytes(data[:kept] + b"\0" * zeros)
-                if not kept and rng.random() < 0.5:
-                    path.unlink()
-        for path, data in self.removed.items():
-            if rng.random() < 0.5 and path.parent.exists():
-                path.write_bytes(data)
-
-
-class Files(Location):
-    """A folder whose effects on the log are simulated."""
-
-    simulation: Simulation
-
-    def write(self, name: str, data: bytes) -> None:
-        self.simulation.effect(f"before the write of {name}")
-        super().write(name, data)
-        self.simulation.effect(f"after the write of {name}")
-
-    def begin(self, name: str, *, fsync: bool) -> Appender:
-        assert self.folder is not None
-        self.simulation.effect("before a segment begins")
-        return SimulatedAppender(self.simulation, self.folder / name, fsync)
-
-    def remove_files(self, names: Sequence[str]) -> None:
-        assert self.folder is not None
-        for name in names:
-            self.simulation.effect("before a segment goes")
-            if (path := self.folder / name).exists():
-                self.simulation.removed[path] = path.read_bytes()
-            super().remove_files([name])
-
-
-class SimulatedAppender(Appender):
-    def __init__(self, simulation: Simulation, path: Path, fsync: bool) -> None:
-        super().__init__(path, fsync)
-        self._simulation, self._path = simulation, path
-        simulation.synced[path] = 0
-
-    def append(self, data: bytes) -> None:
-        simulation = self._simulation
-        simulation.effect("before an append")
-        part = simulation.rng.randrange(len(data))
-        os.write(self._descriptor, data[:part])
-        simulation.effect("within an append")
-        os.ftruncate(self._descriptor, self._path.stat().st_size - part)
-        simulation.flushed.clear()
-        super().append(data)
-        if self._descriptor in simulation.flushed:
-            simulation.synced[self._path] = self._path.stat().st_size
-        simulation.effect("after an append")
-
-
-class Table(LanceLog):
-    """A Lance table whose changes are simulated as atomic, which they are, and durable where they must be."""
-
-    simulation: Simulation
-
-    @contextmanager
-    def _around(self, name: str) -> Iterator[None]:
-        self.simulation.effect(f"before {name}")
-        yield
-        self.simulation.effect(f"after {name}")
-
-    def append(self, table: pa.Table) -> None:
-        """Lance chooses the version's number, then writes its manifest unless there is one by then."""
-        with self._around("a commit"):
-            super().append(table)
-            manifest = self._path / "_versions" / f"{2**64 - 1 - self.version:020d}.manifest"
-            data = manifest.read_bytes()
-            manifest.unlink()
-            self.simulation.effect("within a commit")
-            if manifest.exists():
-                self.reload()
-                super().append(table)
-            else:
-                manifest.write_bytes(data)
-
-    def delete(self, filter: str) -> None:
-        with self._around("a deletion"):
-            super().delete(filter)
-
-    def rewrite_deleted(self) -> None:
-        with self._around("a rewrite"):
-            super().rewrite_deleted()
-
-    def drop_history(self, *, alone: bool) -> None:
-        with self._around("the removal of old versions"):
-            super().drop_history(alone=alone)
 
 
 class LateThread:
@@ -265,8 +159,9 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worl
 
     def begun(durability: Durability, seed: int) -> World:
         simulation = Simulation(random.Random(seed))
-        monkeypatch.setattr(os, "fsync", lambda descriptor: simulation.flushed.add(descriptor))
-        Files.simulation = Table.simulation = LateThread.simulation = simulation
+        monkeypatch.setattr(os, "fsync", simulation.sync)
+        monkeypatch.setattr(lance_log, "fsync_path", simulation.sync_path)
+        Files.disk = Table.disk = LateThread.simulation = simulation
         store = tmp_path / "store"
         shutil.rmtree(store, ignore_errors=True)
         Journal.create(store, DIM, {"model": "none"})
@@ -307,7 +202,8 @@ def test_a_crash_at_every_effect_loses_and_doubles_nothing(
         except Crash:
             killed(journal)
         if durability == "fsync":
-            simulation.fail_power(random.Random(at))
+            simulation.rng = random.Random(at)
+            simulation.fail_power(world.store)
         world.check()
         world.settle()
         simulation.at = -1

@@ -9,8 +9,8 @@ from undertow.bench.mock.llm import MockLLM
 from undertow.engine.llm.client import BadReply, Completion
 from undertow.prompts.builders import Prompt
 
-from ..cluster.in_process import UsableAnswers
-from ..faults.harness import PARKING, RATES
+from ...faults.harness import PARKING, RATES
+from ..in_process import UsableAnswers
 
 if TYPE_CHECKING:
     from .processes import Process

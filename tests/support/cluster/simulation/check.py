@@ -19,9 +19,9 @@ from undertow.engine.storage.journal import Row
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.row_codec import Control, control_of
 
-from ..api.erasure import files_with, values_with
-from ..cluster.in_process import cluster_state
-from ..faults.harness import assert_same_state, end_state, reports
+from ...api.erasure import files_with, values_with
+from ...faults.harness import assert_same_state, end_state, reports
+from ..in_process import cluster_state
 from .clients import GREETING, Client, wording
 from .llm import REPLIES
 from .world import ENCODER, World
@@ -43,7 +43,18 @@ def check(world: World) -> dict[str, int]:
     state = cluster_state(root)
     assert_same_state(state, end_state(_alone(world, logs)))
     _check_erased(world, stores)
-    return {"turns": sum(len(client.acked) for client in world.clients), "records": len(state.jobs)}
+    return {
+        "turns": sum(len(client.acked) for client in world.clients),
+        "torn": world.disk.torn,
+        "lost": world.network.lost,
+        "erased": sum(client.lives - 1 for client in world.clients),
+        "deleted": sum(len(client.deleted) for client in world.clients),
+        "changes": sum(_is_change(record) for _, log in logs.values() for record in log),
+    }
+
+
+def _is_change(record: Record) -> bool:
+    return isinstance(record, Control) and record.kind == "policy"
 
 
 def _log_of(of: Reports, name: str, world: World) -> tuple[int, list[Record]]:

@@ -30,7 +30,7 @@ from undertow.engine.storage import journal as journal_module
 from .check import check
 from .clients import Client
 from .disk import Files, Table, lock_of
-from .virtual_time import Stuck
+from .virtual_time import BEGAN_S, Stuck
 from .world import World
 
 # what measures time by a default argument, which is bound when its module is loaded
@@ -53,7 +53,7 @@ class Failed(AssertionError):
         last = "\n".join(events)
         super().__init__(
             f"{last}\n\nseed {seed}: {type(why).__name__}: {why}\n"
-            f"Run it again: python -m tests.support.simulation {seed}"
+            f"Run it again: python -m tests.support.cluster.simulation {seed}"
         )
 
 
@@ -69,7 +69,8 @@ class Result:
 
 def run(seed: int) -> Result:
     """Run one seed. Failed: something does not hold that must."""
-    folder = Path(tempfile.mkdtemp(prefix="simulation-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    memory = Path("/dev/shm")  # flushes are simulated, so that no disk is needed
+    folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=memory if memory.is_dir() else None))
     world = World(seed, folder)
     try:
         with _simulated(world):
@@ -86,7 +87,7 @@ def run(seed: int) -> Result:
             world.threads.end(process.group)
         world.loop.close()
         shutil.rmtree(folder, ignore_errors=True)
-    return Result(seed, world.digest, world.clock.now_s, {**world.count, **counts})
+    return Result(seed, world.digest, world.loop.time() - BEGAN_S, {**world.count, **counts})
 
 
 async def _to_its_end(world: World) -> None:
@@ -95,7 +96,8 @@ async def _to_its_end(world: World) -> None:
 
     def on_error(_: object, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if isinstance(error, BaseException) and "never retrieved" not in context["message"] and not failed.done():
+        unheard = "never retrieved" in context["message"]
+        if isinstance(error, BaseException) and not (unheard or failed.done()):
             failed.set_exception(error)
 
     world.loop.set_exception_handler(on_error)

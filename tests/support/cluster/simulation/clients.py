@@ -24,7 +24,7 @@ from undertow.engine.base.queries import (
 )
 from undertow.engine.step.admission import QueueFull
 
-from ..faults.harness import FILLER, TOPICS
+from ...faults.harness import FILLER, TOPICS
 
 if TYPE_CHECKING:
     from .world import World
@@ -75,7 +75,9 @@ class Client:
             answer = f"Tell me of the {topic[0]} and the {topic[1]}."
             key, when = f"{self.name}-{n}", f"2026-03-{1 + n // 24:02d}T{n % 24:02d}:00:00"
             made.append(
-                Turn(self.name, (Message("user", said), Message("assistant", answer)), key, f"s{n // 9}", when)
+                Turn(
+                    self.name, (Message("user", said), Message("assistant", answer)), key, f"s{n // 9}", when
+                )
             )
             self.sent[key] = made[-1]
         return made

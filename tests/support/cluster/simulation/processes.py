@@ -129,7 +129,9 @@ class ShardProcess(Process):
     def _begin(self) -> None:
         world = self._world
         loop: Any = self if world.plan.loop_driver else None
-        self.shard = Shard(world.root, self.id, world.settings, world.parts, life=f"life-{self.id}", loop=loop)
+        self.shard = Shard(
+            world.root, self.id, world.settings, world.parts, life=f"life-{self.id}", loop=loop
+        )
         if loop is None:
             self.shard.ready()
 

@@ -18,8 +18,8 @@ from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.encoders.hashing import HashingEncoder
 
-from ..engine import settings_of
-from ..faults.harness import THETA, WINDOWS
+from ...engine import settings_of
+from ...faults.harness import THETA, WINDOWS
 from .disk import Disk, Files
 from .llm import SimLLM
 from .processes import Network, Process, ShardProcess
@@ -56,6 +56,15 @@ class Plan:
         self.commits_per_compaction = rng.choice((3, 16))
 
 
+class WorldDisk(Disk):
+    def __init__(self, world: World) -> None:
+        super().__init__(world.rng("disk"))
+        self._world = world
+
+    def effect(self, name: str) -> None:
+        self._world.effect(name)
+
+
 class World:
     """A cluster, its clients, and what befalls them."""
 
@@ -65,7 +74,7 @@ class World:
         self.clock = Clock(self.rng("clock"))
         self.loop = VirtualLoop(self.clock, self.rng("loop"))
         self.threads = Threads(self.loop, self.rng("threads"))
-        self.disk = Disk(self.rng("disk"), self.effect)
+        self.disk = WorldDisk(self)
         self.root = Files(str(folder / "root"))
         durability, most = self.plan.durability, self.plan.batch_turns
         self.settings = settings_of(
@@ -227,10 +236,11 @@ class World:
             await asyncio.sleep(rng.expovariate(1 / 1.5))
             now = shard_map.load(self.root)
             more = len(now.shards) == 1 or rng.random() < 0.6
-            wanted = [*now.shards, f"s{now.version}m"] if more else sorted(rng.sample(now.shards, len(now.shards) - 1))
+            fewer = rng.sample(now.shards, len(now.shards) - 1)
+            wanted = sorted([*now.shards, f"s{now.version}m"] if more else fewer)
             self.note("moves", *wanted)
             self.count["moves"] += 1
-            while shard_map.load(self.root).shards != tuple(sorted(wanted)) or shard_map.load(self.root).before:
+            while (now := shard_map.load(self.root)).before or now.shards != tuple(wanted):
                 await self._coordinate(wanted)
                 await asyncio.sleep(rng.expovariate(1 / 0.5))
 

@@ -24,10 +24,9 @@ from undertow.engine.storage.wal import CLAIM
 
 @dataclass
 class Disk:
-    """`effect` is called, with its name, before and after each thing that a process does to its files."""
+    """What befalls the files of processes."""
 
     rng: random.Random
-    effect: Callable[[str], None]
     # of the files that are appended to: how much of each survives a power failure
     durable: dict[Path, int] = field(default_factory=dict)
     removed: dict[Path, bytes] = field(default_factory=dict)
@@ -35,6 +34,10 @@ class Disk:
     flushed: set[int] = field(default_factory=set)
     locks: list[tuple[str, WriterLock]] = field(default_factory=list)
     torn: int = 0
+
+    def effect(self, name: str) -> None:
+        """Called, with its name, before and after each thing that a process does to its files."""
+        raise NotImplementedError
 
     def fail_power(self, store: Path) -> None:
         """Undo what is not durable of one store."""

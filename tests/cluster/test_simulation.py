@@ -1,0 +1,59 @@
+"""A whole cluster by a seed: clients, moves, erasures, crashes, torn writes, paused writers, lost answers.
+
+`make soak` runs a thousand seeds. One is run again by: python -m tests.support.cluster.simulation SEED
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..support.cluster.simulation.defects import DEFECTS
+from ..support.cluster.simulation.run import Failed, run
+
+SEEDS = (44, 34, 15, 40, 10, 14, 23, 36, 46, 47)
+ROOT = Path(__file__).parents[2]
+
+
+def test_ten_seeds_lose_and_double_nothing_and_decide_as_one_engine_does() -> None:
+    befallen = [run(seed).counts for seed in SEEDS]
+    for what in (
+        "crashes",
+        "takeovers",
+        "power failures",
+        "moves",
+        "cuts",
+        "torn",
+        "lost",
+        "erased",
+        "changes",
+    ):
+        assert sum(counts[what] for counts in befallen) > 1, what
+
+
+def test_a_seed_is_the_same_run_in_every_process() -> None:
+    """All events with their times, whatever the order of sets."""
+    digests = {
+        subprocess.run(
+            (sys.executable, "-m", "tests.support.cluster.simulation", str(SEEDS[0])),
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "4711")
+    }
+    assert digests == {f"{(same := run(SEEDS[0])).seed} {same.digest}\n"}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_the_seeds_find_a_defect(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    DEFECTS[defect](monkeypatch)
+    with pytest.raises(Failed, match=r"python -m tests.support.cluster.simulation \d+$"):
+        for seed in SEEDS:
+            run(seed)
