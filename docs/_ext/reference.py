@@ -182,7 +182,8 @@ def meaning(of: Mapping[str, Any]) -> tuple[str, str]:
     more = "(required)" if of.get("required") else ""
     if (default := schema.get("default")) not in (None, "", {}):
         more = f"(default: `{default}`)"
-    return shape(schema), f"{of.get('description') or schema.get('description', '')} {more}"
+    words = (one.get("description") for one in (of, schema, *schema.get("anyOf", ())))
+    return shape(schema), f"{next(filter(None, words), '')} {more}"
 
 
 def shape(schema: Mapping[str, Any]) -> str:

@@ -78,6 +78,55 @@ IDEMPOTENCY_KEY = {
 }
 
 
+# of fields and parameters whose model says nothing else
+WORDS = {
+    "attempts": "How often in a row it has failed.",
+    "cached_prompt_tokens": "Those of them that the server had in its prefix cache.",
+    "calls": "Calls of the language model.",
+    "certificates": "One for each tenant that was purged.",
+    "completion_tokens": "Tokens that the language model wrote.",
+    "created_at": "When it was made, in UTC.",
+    "detail": "What is wrong, and what to do.",
+    "disabled_at": "When it was disabled, in UTC.",
+    "erased_at": "When its memories disappeared, in UTC.",
+    "errors": "The fields of bad input.",
+    "explanation": "If it was asked for: how the search came about.",
+    "failing_since": "Since when it fails, in seconds since 1970.",
+    "finished_at": "When it ended, in UTC.",
+    "generation": "The number of the policy's reading of the log; each change makes a new one.",
+    "id": "Its id.",
+    "include_text": "With the text of memories.",
+    "job_id": "The job's id.",
+    "key_id": "The key that made it.",
+    "kind": "Which of the three kinds of memory.",
+    "limit": "The most results.",
+    "memories": "What the language model was given.",
+    "memory": "Its text.",
+    "metadata": "Your own fields of these turns, to filter by.",
+    "next": "The cursor of the next page; null at the end.",
+    "out_of_reach": "Where bytes of the tenant may still be.",
+    "policy": "The policy's name.",
+    "prompt_tokens": "Tokens that the language model was sent.",
+    "purged_at": "When its bytes were removed, in UTC.",
+    "reason": "Which condition left it out.",
+    "recall": "The share of the best turns that the index finds; 1: all.",
+    "results": "What was found or done, in order.",
+    "rows_removed": "Rows of the journal that were removed.",
+    "score": "How near it is; the highest is the best.",
+    "secret": "What signs its requests; shown once.",
+    "seq": "The turn's number in its tenant.",
+    "session_id": "The conversation of the messages.",
+    "source_seqs": "The turns that it rests on, by `seq`.",
+    "status": "How it stands; of a problem or an item, the HTTP status.",
+    "tenant_key": "The keyed hash of the tenant's name.",
+    "text": "The new text.",
+    "timestamp": "When it was said; null: unknown.",
+    "usage": "What the answer cost.",
+    "webhook_id": "The webhook's id.",
+    "words_only": "Found by words alone, as the encoder could not be reached.",
+}
+
+
 class ProblemView(Model):
     """Problem details for HTTP APIs (RFC 9457). `detail` says what to do; `errors` names fields."""
 
@@ -149,6 +198,13 @@ def describe(app: FastAPI) -> None:
             components = document.setdefault("components", {})
             components["securitySchemes"] = SCHEMES
             components.setdefault("schemas", {})["ProblemView"] = ProblemView.model_json_schema()
+            ways = [way for path in document["paths"].values() for way in path.values()]
+            fields = [(of["name"], of) for way in ways for of in way.get("parameters", ())]
+            for schema in components["schemas"].values():
+                fields += schema.get("properties", {}).items()
+            for name, of in fields:
+                if name in WORDS and not any("description" in one for one in (of, *of.get("anyOf", ()))):
+                    of["description"] = WORDS[name]
             document["security"] = [{name: []} for name in SCHEMES]
             app.openapi_schema = document
         return app.openapi_schema

@@ -32,6 +32,7 @@ NOT_RUN = re.compile(r" *<!-- not run: (.+) -->")
 REASON = re.compile(
     r"needs (?:a card|a cluster|a hosted LLM|(minutes and gigabytes|another program) \(.+\)(?<!\(\)))$"
 )
+PROGRAM = typer.main.get_command(app)
 DEFAULTS = {
     f"{model.model_config['env_prefix']}{name}".upper(): field.default
     for model in (Settings, ServiceSettings, ClusterSettings)
@@ -112,10 +113,11 @@ def faults_of_words(page: str, text: str) -> Iterator[str]:
     """What a page names between its blocks, in backticks, and the program does not have."""
     words = re.sub(r"^ *(```+).*?^ *\1", "", text, flags=re.MULTILINE | re.DOTALL)
     for part in re.findall(r"`([^`\n]+)`", words):
-        named = part.split()[1:] if part.startswith("undertow ") else ["--version"]
-        faults = [*unknown_settings(part), *wrong_options(named, whole=False)]
+        faults = [*unknown_settings(part)]
+        if part.startswith("undertow "):
+            faults += wrong_options(part.split()[1:], whole=False)
         yield from (f"{page}: `{part}`: {fault}" for fault in faults)
-    for name, told in re.findall(r"`(UNDERTOW_\w+)` \((\d[\d,]*)(?: s)?[;,)]", words):
+    for name, told in re.findall(r"`(UNDERTOW_\w+)` \((\d[\d,]*)[;,)]", words):
         if DEFAULTS[name] not in (None, float(told.replace(",", ""))):
             yield f"{page}: the default of {name} is {DEFAULTS[name]}, not {told}"
 
@@ -158,7 +160,7 @@ def faults_of_command(words: Sequence[str]) -> Iterator[str]:
 
 def wrong_options(words: Sequence[str], whole: bool = True) -> Iterator[str]:
     """What the program's own parser says of the arguments of `undertow`; `whole`: none may be missing."""
-    command: Any = typer.main.get_command(app)
+    command: Any = PROGRAM
     rest = list(words)
     while rest and rest[0] in getattr(command, "commands", {}):
         command = command.commands[rest.pop(0)]
