@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = {file.stem: file.read_text() for file in (ROOT / "locks").glob("*.txt")}
 OURS = ("engine", "cuda", "gpu", "service", "image", "image-ray", "torch-cpu")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 HERE: dict[str, str] = {canonicalize_name(dist.name): dist.version for dist in metadata.distributions()}
 # what asks for other versions than it is installed with, see the Makefile
 ASK_FOR_OTHERS = {"mem0ai", "google-adk"}
@@ -68,10 +66,10 @@ def test_the_locks_have_the_versions_that_are_pinned() -> None:
     ],
 )
 def test_a_lock_has_what_the_extras_need_within_their_ranges(extras: str, locks: tuple[str, ...]) -> None:
-    """What a package that is not here needs beside is uv's word."""
+    seen: set[str] = set()
     have = wanted_here(list(locks))
     have.setdefault("faiss-cpu", have.get("faiss-gpu", Requirement("none")))
-    asked, seen = [Requirement(f"undertow[{extras.replace(' ', ',')}]")], set()
+    asked = [Requirement(f"undertow[{extras.replace(' ', ',')}]")]
     while asked:
         wanted = asked.pop()
         name = canonicalize_name(wanted.name)

@@ -1,7 +1,7 @@
 """The service as its container runs it: a user without root, a read-only root, HOME for caches alone.
 
-In a mount namespace of its own, with all files read-only but three folders. Of all capabilities it has the one
-to read, since the interpreter and the folders of tests may lie where other users must not look.
+In a mount namespace of its own, with all files read-only but three folders. Of all capabilities it has
+the one to read, since the interpreter and the folders of tests may lie where other users must not look.
 """
 
 from __future__ import annotations
