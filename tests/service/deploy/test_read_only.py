@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     for name in ("data", "home", "tmp"):
         (tmp_path / name).mkdir()
     for cached in (ROOT / "kernels").rglob("__pycache__/*.nb[ci]"):
-        of = _CacheLocator.get_suitable_cache_subpath(str(cached.parent.parent / "x.py"))
+        of = _CacheLocator.get_suitable_cache_subpath(str(cached.parent.parent / "x.py"))  # type: ignore[no-untyped-call]
         place = tmp_path / "home/.cache/numba" / of
         place.mkdir(parents=True, exist_ok=True)
         shutil.copy(cached, place)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def fork(target: Callable[..., None], *args: Any) -> Any:
+def fork(target: Callable[..., None], *args: Any) -> ForkServerProcess:
     """A process that calls it; started."""
     process = FORKS.Process(target=target, args=args, daemon=True)
     sys.path.append(str(ROOT))  # it unpickles `target` by the name of its module

@@ -62,7 +62,7 @@ class Terminal:
         self.folder, text = folder / "page", "".join(block.text for block in page)
         self._own_service = "undertow serve" in text
         llm_port = re.findall(r":(\d+)/", llm)[0]
-        self._ports = {} if f"--port {LLM}" in text else {LLM: llm_port}
+        self._ports: dict[str, str] = {} if f"--port {LLM}" in text else {LLM: llm_port}
         self._out, self._err, self._bin = folder / "out.txt", folder / "err.txt", folder / "bin"
         for made in (self.folder, self._bin):
             made.mkdir()

@@ -57,6 +57,7 @@ def of_test(target: str, goal: tuple[str, int], about: str, **env: object) -> Pr
     return Proof(lambda _folder, _n: (sys.executable, *words), goal, about, values)
 
 
+SIMULATION = "tests/soak/test_simulation.py"
 FILES = "tests/soak/test_damaged_files.py"
 SLOW = "tests/soak/test_cluster.py"
 LOG = "tests/soak/test_log_kills.py"
@@ -71,9 +72,8 @@ PROOFS: dict[str, Proof] = {
         "tests/service/auth/test_isolation.py", ("steps", 100_000), "acts of tenants", ISOLATION_STEPS=5_000
     ),
     "openapi": of_test(OPENAPI, ("requests", 100_000), "half of them invalid", SOAK_EXAMPLES=60),
-    "files": of_test(
-        "tests/soak/test_damaged_files.py", ("cases", 100_000), "damaged files", SOAK_CASES=2_000
-    ),
+    "simulation": of_test(SIMULATION, ("seeds", 1_000), "of a simulated cluster", SOAK_SEEDS=20),
+    "files": of_test(FILES, ("cases", 100_000), "damaged files", SOAK_CASES=2_000),
     "poison": of_test("tests/soak/test_poison.py", ("attacks", 30), "attacks on the local model"),
     "prompts": of_test("tests/soak/test_prompts.py", ("cases", 20), "logs for the local model"),
     "faults": of_test("tests/llm/test_faults.py", ("turns", 1), "LoCoMo's, with an LLM that fails"),
@@ -82,9 +82,7 @@ PROOFS: dict[str, Proof] = {
     "memory": of_test(f"{SERVICE} memory", ("minutes", 60), "of load, flat memory", SOAK_SECONDS=3_600),
     "bulk-kills": of_test(f"{CLUSTER} bulk", ("rounds", 8), "bulk ingests with kills", SOAK_SECONDS=300),
     "resharding-kills": of_test(f"{CLUSTER} resharding", ("reshardings", 50), "with kills", SOAK_SECONDS=300),
-    "slow-llm": of_test(
-        "tests/soak/test_cluster.py", ("runs", 1), "an LLM that falls behind", SOAK_SECONDS=1_800
-    ),
+    "slow-llm": of_test(SLOW, ("runs", 1), "an LLM that falls behind", SOAK_SECONDS=1_800),
     "large-store": Proof(large_store.command, ("units", len(large_store.units())), "a store of 10 M turns"),
 }
 
