@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +46,19 @@ def confined(folder: Path, *command: str) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path: Path) -> Path:
     """With the kernels that this machine has compiled, so that nobody waits for them again."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "setpriv", "mountpoint"))):
         pytest.skip("a mount namespace takes root and util-linux")
     for name in ("data", "home", "tmp"):
         (tmp_path / name).mkdir()
+    subpath: Any = _CacheLocator.get_suitable_cache_subpath
     for cached in (ROOT / "kernels").rglob("__pycache__/*.nb[ci]"):
-        of = _CacheLocator.get_suitable_cache_subpath(str(cached.parent.parent / "x.py"))  # type: ignore[no-untyped-call]
+        of = subpath(str(cached.parent.parent / "x.py"))
         place = tmp_path / "home/.cache/numba" / of
         place.mkdir(parents=True, exist_ok=True)
         shutil.copy(cached, place)
-    yield tmp_path
+    return tmp_path
 
 
 def test_the_service_runs_without_root_on_a_read_only_root(folder: Path) -> None:
