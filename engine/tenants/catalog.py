@@ -59,7 +59,9 @@ class TenantCatalog:
 
     def unknown(self, name: str) -> UnknownTenant:
         where = self._journal.location
-        return UnknownTenant(f"no tenant {name!r} in {where}. `undertow list --kind tenants` shows them.")
+        return UnknownTenant(
+            f"no tenant {name!r} in {where}. `undertow list --kind tenants --store STORE` shows them."
+        )
 
     def require_incarnation(self, name: str, incarnation: int) -> None:
         """As `require`; UnknownTenant also if this incarnation of the name was erased."""

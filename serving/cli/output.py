@@ -93,9 +93,11 @@ def put_table(records: Sequence[Mapping[str, Any]], columns: Sequence[str], *, t
 
 def put_pairs(pairs: Mapping[str, Any], *, title: str = "") -> None:
     """Names and values, one a line."""
-    table = Table(title=title or None, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
+    if title:  # not the table's own, which breaks a path at the table's width
+        console().print(Text(title, style="table.title"), soft_wrap=True)
     for name, value in pairs.items():
         table.add_row(name.replace("_", " "), _cell(value))
     console().print(table, markup=False)
