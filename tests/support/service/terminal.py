@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class Terminal:
         self.folder, text = folder / "page", "".join(block.text for block in page)
         self._own_service = "undertow serve" in text
         llm_port = re.findall(r":(\d+)/", llm)[0]
-        self._ports = {} if f"--port {LLM}" in text else {LLM: llm_port}
+        self._ports: dict[str, str] = {} if f"--port {LLM}" in text else {LLM: llm_port}
         self._out, self._err, self._bin = folder / "out.txt", folder / "err.txt", folder / "bin"
         for made in (self.folder, self._bin):
             made.mkdir()
@@ -74,7 +75,7 @@ class Terminal:
         self._env = {**kept, **ENV, "PATH": path, "CURL_HOME": str(folder), **more}
         self._servers: dict[str, Forked] = {}
         self._listener = socket.socket(socket.AF_UNIX)
-        self._python: tuple[Connection, Any] | None = None
+        self._python: tuple[Connection, BaseProcess] | None = None
         address = f"\0undertow-{os.getpid()}-{id(self)}"  # of no file: a path may be too long
         self._listener.bind(address)
         self._listener.listen()
