@@ -89,6 +89,7 @@ class LanceLog:
                 return  # another process was faster
             raise
         dataset.create_scalar_index(INDEXED, "BTREE")
+        cls(location, dataset=dataset).sync()  # the store's description, which follows, is durable
 
     @property
     def version(self) -> int:

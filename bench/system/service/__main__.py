@@ -54,7 +54,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--seconds", type=float, default=15.0, help="of each stretch")
     made.add_argument("--memory-seconds", type=float, default=300.0)
-    made.add_argument("--theta-count", type=int, help="left out: the default of the service")
+    made.add_argument(
+        "--theta-count", type=int, default=1_000, help="so that nothing waits for an LLM, which is off"
+    )
     made.add_argument("--against", type=Path, metavar="DIR", help="another checkout with its own .venv")
     made.add_argument(
         "--mem0", action="store_true", help=f"beside mem0ai, {SMALL.tenants} tenants of 20 turns"

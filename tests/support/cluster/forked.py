@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +94,9 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def fork(target: Callable[..., None], *args: Any) -> ForkServerProcess:
+def fork(target: Callable[..., None], *args: Any) -> BaseProcess:
     """A process that calls it; started."""
-    process = FORKS.Process(target=target, args=args, daemon=True)
+    process: BaseProcess = FORKS.Process(target=target, args=args, daemon=True)
     sys.path.append(str(ROOT))  # it unpickles `target` by the name of its module
     try:
         process.start()

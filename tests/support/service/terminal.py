@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class Terminal:
         self._env = {**kept, **ENV, "PATH": path, "CURL_HOME": str(folder), **more}
         self._servers: dict[str, Forked] = {}
         self._listener = socket.socket(socket.AF_UNIX)
-        self._python: tuple[Connection, Any] | None = None
+        self._python: tuple[Connection, BaseProcess] | None = None
         address = f"\0undertow-{os.getpid()}-{id(self)}"  # of no file: a path may be too long
         self._listener.bind(address)
         self._listener.listen()

@@ -289,3 +289,15 @@ def test_commit_durability_leaves_syncing_to_the_system(tmp_path: Path, past_log
 
 def test_the_schema_has_no_column_that_the_rows_lack() -> None:
     assert set(SCHEMA.names) == set(Row.__slots__)
+
+
+def test_a_new_journal_is_on_the_disk_before_its_store_is_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure `store.json` would name a journal that is not there."""
+    synced: set[Path] = set()
+    monkeypatch.setattr(lance_log, "fsync_path", synced.add)
+    LanceLog.make(Location(str(tmp_path / "log.lance")), SCHEMA)
+    newest = min((tmp_path / "log.lance/_versions").glob("*.manifest"))  # they count down
+    indexes = [path for path in (tmp_path / "log.lance/_indices").rglob("*") if path.is_file()]
+    assert indexes and {newest, newest.parent, *indexes} <= synced
