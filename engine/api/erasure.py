@@ -12,6 +12,7 @@ import orjson
 from undertow.engine.api.report_format import Withheld, deleted_turn_ids
 from undertow.engine.base.model import Memory, UndertowError
 from undertow.engine.base.results import OUT_OF_REACH, Certificate
+from undertow.engine.search.analyzer import forget_words
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.row_codec import control_of, memory_of
 from undertow.engine.tenants.generations import is_change
@@ -92,6 +93,7 @@ def purge(journal: Journal, tenants: TenantRegistry) -> dict[str, Certificate]:
         journal.delete([key], before_lsn=stone["lsn"])
     journal.delete_rows(left_behind(journal, tenants))
     alone = journal.purge()
+    forget_words()
     done = {"purged": True, "alone": alone, "purged_at": _now()}
     purged = {key: {**stone, **done} for key, stone in due.items()}
     journal.append([Row("tombstone", "", key, -1, orjson.dumps(stone)) for key, stone in purged.items()])

@@ -13,6 +13,7 @@ from undertow.engine.search.irregular_forms import BASE_FORMS
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3\uf900-\ufaff"
 _FIRST_UNSPACED, _LAST_UNSPACED = "\u3040", "\ufaff"
 _NO_TERM = -1
+LONGEST_KEPT = 32
 _WORDS = re.compile(rf"[{_UNSPACED}]+|[^\W{_UNSPACED}]+")
 _VOWELS = frozenset("aeiouy")
 
@@ -55,14 +56,21 @@ class Analyzer(dict[str, int]):
         return " ".join(kept)
 
     def __missing__(self, word: str) -> int:
-        # the terms of long words are not kept for other texts
-        term = self[word] = (_term if len(word) <= 32 else _term.__wrapped__)(word)
+        term = self[word] = _kept_term(word) if len(word) <= LONGEST_KEPT else _term(word)
         return term
 
 
-@lru_cache(1 << 14)
 def _term(word: str) -> int:
     return _NO_TERM if word in _FUNCTION_WORDS else zlib.crc32(root(word).encode())
+
+
+# of the words of all tenants, for later texts
+_kept_term = lru_cache(1 << 14)(_term)
+
+
+def forget_words() -> None:
+    """Forget the words of all texts, as a purge promises."""
+    _kept_term.cache_clear()
 
 
 def _words(text: str) -> list[str]:

@@ -103,7 +103,12 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """ValueError, which the parser makes an HttpParserError: no HTTP/1.x, no host, too large headers."""
+        """ValueError, which the parser makes an HttpParserError: no HTTP/1.x, no host, too large headers.
+
+        Also if the connection ends: what came with its last request is not looked at.
+        """
+        if self.transport.is_closing():
+            raise ValueError("the connection ends")
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADER_BYTES:
             raise ValueError("the headers are too large")
         version = self.parser.get_http_version()
@@ -124,7 +129,8 @@ class Protocol(HttpToolsProtocol):
         if self._is_idle and path not in WATCHED and self._admission.refuses(self._tenant):
             self._is_refused = True
             self.transport.write(UNREAD + (b"" if self.parser.get_method() == b"HEAD" else UNREAD_BODY))
-            if self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive():
+            stays = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
+            if stays and not self.flow.write_paused:  # else it reads no answers, which would pile up
                 self._start("body", self._settings.body_timeout_s, self.transport.close)
             else:
                 self.transport.close()
@@ -233,6 +239,9 @@ class Protocol(HttpToolsProtocol):
         If the response to it has begun, only close; earlier requests are answered first, and instead.
         """
         if self.transport.is_closing():
+            return
+        if self._is_refused:  # which is its response
+            self.transport.close()
             return
         if not self._is_idle and self._incoming is not Incoming.BODY:
             self._end_after_response()

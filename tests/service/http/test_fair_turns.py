@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from undertow.serving.http.middleware.fair_turns import FairTurns, Turn
 from undertow.serving.http.protocol import tenant_in
 
 from ...support.llm_servers import wait_until
-from ...support.service.http import Running, at, is_problem, said
+from ...support.service.http import Running, at, is_problem, said, serving
 from ...support.service.wire import Wire, request_head
 
 pytestmark = pytest.mark.anyio
@@ -334,6 +335,24 @@ def test_in_overload_a_request_is_refused_unread_and_its_connection_goes_on(runn
         hear(wire, b"HTTP/1.1 429", 1)
         wire.socket.sendall(b"a")  # the rest of the body does not come in time
         wire.until_end()
+
+
+@pytest.mark.usefixtures("full")
+def test_in_overload_a_broken_request_that_is_refused_gets_one_response(running: Running) -> None:
+    with Wire(running) as wire:
+        wire.head("none", "Transfer-Encoding: chunked")
+        wire.socket.sendall(b"no size of a chunk\r\n")
+        assert wire.until_end().count(b"HTTP/1.1 ") == 1
+
+
+def test_in_overload_who_reads_no_answers_is_cut_off(tmp_path: Path) -> None:
+    """Refusals are longer than requests: they would fill the memory."""
+    requests = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10_000
+    with serving(tmp_path, read_timeout_s=0.5) as running, Wire(running) as wire:
+        running.service.admission.waiting.update({b"waiting %d" % n: 1 for n in range(4_096)})
+        with pytest.raises(ConnectionError):
+            for _ in range(100):  # far more than fits in the buffers of both sides
+                wire.socket.sendall(requests)
 
 
 @pytest.mark.usefixtures("full")

@@ -117,7 +117,7 @@ def faults_of_words(page: str, text: str) -> Iterator[str]:
         if part.startswith("undertow "):
             faults += wrong_options(part.split()[1:], whole=False)
         yield from (f"{page}: `{part}`: {fault}" for fault in faults)
-    for name, told in re.findall(r"`(UNDERTOW_\w+)` \((\d[\d,]*)(?= *[;)]|, [^\d])", words):
+    for name, told in re.findall(r"`(UNDERTOW_\w+)` \((\d+(?:,\d{3})*)(?: m?s)?[;,)]", words):
         if DEFAULTS[name] not in (None, float(told.replace(",", ""))):
             yield f"{page}: the default of {name} is {DEFAULTS[name]}, not {told}"
 

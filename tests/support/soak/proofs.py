@@ -146,7 +146,9 @@ def run(
         more = figures_of(proof, folder, counts["units"])
         spent_s = round(counts["elapsed_s"] + time.monotonic() - unit_s, 1)
         counts = {**added(counts, {**more, "units": 1}), "elapsed_s": spent_s}
-        (folder / f"{name}.json").write_text(json.dumps(counts))
+        draft = folder / f"{name}.draft"
+        draft.write_text(json.dumps(counts))
+        draft.replace(folder / f"{name}.json")  # a kill leaves the former counts whole
         tell(f"{name}: {progress(proof, counts)}, {spent_s:,.0f} s")
     if not proof.missing(counts):
         about: Figures = {"soak": name, "command": f"make soak PROOF={name}", "source": folder.name}

@@ -17,6 +17,7 @@ from undertow.bench.mock.llm import MockLLM
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import PolicyName, Turn, UndertowError
 from undertow.engine.base.results import Certificate
+from undertow.engine.search import analyzer
 from undertow.engine.storage.row_codec import memory_of
 from undertow.engine.storage.store_info import read_info
 from undertow.engine.tenants.registry import UnknownTenant
@@ -119,6 +120,7 @@ def test_erase_now_leaves_no_trace_and_touches_no_one_else(store: Path, marked: 
         episodes = len(engine.tenants.existing(marked.name).current("episode"))
         facts = len(engine.tenants.existing(marked.name).current("fact"))
         certificate = engine.erase(marked.name, now=True)
+        assert analyzer._kept_term.cache_info().currsize == 0, "words of searches and texts"
         assert isinstance(certificate, Certificate)
         assert certificate.tenant_key == read_info(store).tenant_key(marked.name)
         assert (certificate.turns_removed, certificate.rows_removed) == (30, rows)
