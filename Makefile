@@ -160,7 +160,7 @@ docs: $(SETUP) ## make the manual in build/docs; a broken link is an error
 
 lock: $(SETUP_TOOLS) ## make the lock files anew from constraints.txt and pyproject.toml
 	$(call say,locks)
-	@$(TOOLS_VENV)/bin/python locks/make.py || $(call hint,The lines above say which versions do not fit together.)
+	@$(TOOLS_VENV)/bin/python -P locks/make.py || $(call hint,The lines above say which versions do not fit together.)
 
 sbom: $(SETUP_TOOLS) ## a CycloneDX bill of materials of each environment that is there, in build/sbom
 	$(call say,bills of materials)

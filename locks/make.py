@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 LOCKS = Path(__file__).resolve().parent
-OURS = ("--constraint=constraints.txt",)
+OURS = ("--constraint=constraints.txt", "--override=locks/overrides.in")
 IMAGE = ("pyproject.toml", "--extra=cluster", "--extra=offline", "--extra=serve", *OURS)
 SERVER = ("--python-version=3.12", "--python-platform=x86_64-manylinux_2_39")
 PEERS = ("bench/peers/requirements.txt", "--constraint=bench/peers/constraints.txt")
