@@ -248,11 +248,17 @@ class Journal(JournalReads):
             self._wal.renew_claim()
             self.check_in_force()
 
-    def settle(self) -> None:
-        """Move all rows to Lance, before it is read, changed, or appended to otherwise. JournalError."""
+    def settle(self, *, for_good: bool = False) -> None:
+        """Move all rows to Lance, before it is read, changed, or appended to otherwise. JournalError.
+
+        `for_good`: no power failure shall bring them back to the log.
+        """
         if self._tail is not None and self.writable and self._reader != threading.get_ident():
             with self._one_user, self._rewriting():
                 self._tail.settle()
+        if for_good and self._wal is not None:
+            with self._rewriting():
+                self._wal.sync_removals()
 
     def move_until(self, lsn: int) -> Future[None] | None:
         """Have rows before `lsn` moved to Lance in the background. None: they are there.
@@ -350,7 +356,7 @@ class Journal(JournalReads):
 
         None means all. Marks of writers stay.
         """
-        self.settle()
+        self.settle(for_good=True)
         old = f"lsn < {before_lsn} AND {any_of('kind', kinds) or NO_MARKS}"
         for keys in key_groups(tenant_keys):
             with self._rewriting():
@@ -360,7 +366,7 @@ class Journal(JournalReads):
     def delete_rows(self, lsns: Sequence[int]) -> None:
         """Delete single rows; bytes stay until `purge`."""
         if lsns:
-            self.settle()
+            self.settle(for_good=True)
             with self._rewriting():
                 self._table.delete(f"{NO_MARKS} AND lsn IN ({', '.join(map(str, lsns))})")
                 self._follow()

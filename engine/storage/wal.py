@@ -128,6 +128,8 @@ class WriteAheadLog:
         # of this writer: the segments that hold entries, oldest first, and the open one
         self._segments: list[str] = []
         self._open: Appender | None = None
+        # whether a power failure may bring segments back that were removed
+        self._may_come_back = False
 
     @property
     def most_entries(self) -> int:
@@ -220,13 +222,24 @@ class WriteAheadLog:
 
     def remove(self, segments: Sequence[str]) -> None:
         self._location.remove_files(segments)
+        self._may_come_back |= bool(segments)
+
+    def sync_removals(self) -> None:
+        """Have removed segments stay away, before their rows are deleted from Lance, too.
+
+        A segment that came back after that would count as beyond the table, and its rows as stored.
+        """
+        if self._may_come_back and self._location.folder is not None:
+            fsync_path(self._location.folder)
+        self._may_come_back = False
 
     def remove_former(self) -> None:
         """Remove every segment of former writers, for good, and what a kill has left of their claims."""
         self.remove([name for name in self._names() if _parts(name)[0] < self._epoch])
         if self._location.folder is not None and self._location.exists():
             remove_drafts(self._location.folder / CLAIM)
-            fsync_path(self._location.folder)
+            self._may_come_back = True
+            self.sync_removals()
 
 
 def segment_name(epoch: int, first_lsn: int) -> str:

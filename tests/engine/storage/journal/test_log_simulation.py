@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from undertow.engine.storage import fenced_log, lance_log, tail
+from undertow.engine.storage import fenced_log, lance_log, tail, wal
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage.fenced_log import Durability
 from undertow.engine.storage.journal import Journal, JournalError
@@ -160,7 +160,8 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worl
     def begun(durability: Durability, seed: int) -> World:
         simulation = Simulation(random.Random(seed))
         monkeypatch.setattr(os, "fsync", simulation.sync)
-        monkeypatch.setattr(lance_log, "fsync_path", simulation.sync_path)
+        for module in (lance_log, wal):
+            monkeypatch.setattr(module, "fsync_path", simulation.sync_path)
         Files.disk = Table.disk = LateThread.simulation = simulation
         store = tmp_path / "store"
         shutil.rmtree(store, ignore_errors=True)

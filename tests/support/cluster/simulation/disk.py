@@ -64,9 +64,10 @@ class Disk:
         self.flushed.add(descriptor)
 
     def sync_path(self, path: Path) -> None:
-        """Stands for fsync_path of lance_log.py."""
+        """Stands for fsync_path of lance_log.py and wal.py."""
         if path.suffix == ".manifest":
             self.manifests.setdefault(path.parent, set()).add(path.name)
+        self.removed = {file: data for file, data in self.removed.items() if file.parent != path}
 
     def unlock(self, process: str) -> None:
         """What the system does when a process has ended."""

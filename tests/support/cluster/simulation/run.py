@@ -24,7 +24,7 @@ from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard import answer_streams, call_queue, commands, drivers, engine_work
 from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.step import batch_size, lag, llm_calls
-from undertow.engine.storage import fenced_log, lance_log, tail, version_cleanup
+from undertow.engine.storage import fenced_log, lance_log, tail, version_cleanup, wal
 from undertow.engine.storage import journal as journal_module
 
 from .check import check
@@ -184,7 +184,8 @@ def _simulated(world: World) -> Iterator[None]:
         patch.setattr(llm_calls, "SimpleQueue", threads.SimpleQueue)
         patch.setattr(engine_work, "POLL_S", POLL_S)
         patch.setattr(os, "fsync", disk.sync)
-        patch.setattr(lance_log, "fsync_path", disk.sync_path)
+        for module in (lance_log, wal):
+            patch.setattr(module, "fsync_path", disk.sync_path)
         for module in (fenced_log, journal_module):
             patch.setattr(module, "LanceLog", Table)
         patch.setattr(fenced_log, "WriterLock", lock_of(disk, lambda: world.process.name))
