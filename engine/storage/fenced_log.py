@@ -126,12 +126,13 @@ class FencedLog:
             self.epoch = fences.claimed + 1
             with self._putting():
                 self._table.append(mark_table([FenceMark(self.epoch, writer)]))
+            content = LogContent()
+            if self._wal is not None:
+                self._wal.claim(self.epoch, writer)
+                content = self._wal.read()
+            # Paused within its commit, it may have made a version that another's purge had removed.
+            self._table.reload()
             contested = self._read_fences().contested(self.epoch, writer)
-        content = LogContent()
-        if self._wal is not None:
-            self._wal.claim(self.epoch, writer)
-            content = self._wal.read()
-        self._table.reload()
         self._next_lsn = self._look()
         begin = FenceMark(self.epoch, writer, self._next_lsn, self._fences.in_force)
         left = self._left_in(content)
