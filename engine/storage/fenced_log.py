@@ -114,8 +114,8 @@ class FencedLog:
         """Claim the next epoch and begin it, by the steps of engine/storage/fencing.py. Displaced, Fenced."""
         token = secrets.token_hex(8)
         writer = f"{self._owner}.{token}" if self._owner else token
-        contested = True
-        while contested:
+        claimed = False
+        while not claimed:
             fences = self._read_fences()
             if self._owner and fences.has_displaced(self._owner):
                 raise Displaced(
@@ -126,13 +126,14 @@ class FencedLog:
             self.epoch = fences.claimed + 1
             with self._putting():
                 self._table.append(mark_table([FenceMark(self.epoch, writer)]))
+            if self._read_fences().contested(self.epoch, writer):
+                continue
             content = LogContent()
             if self._wal is not None:
                 self._wal.claim(self.epoch, writer)
                 content = self._wal.read()
-            # Paused within its commit, it may have made a version that another's purge had removed.
             self._table.reload()
-            contested = self._read_fences().contested(self.epoch, writer)
+            claimed = self._read_fences().is_claimed_by(writer, self.epoch)
         self._next_lsn = self._look()
         begin = FenceMark(self.epoch, writer, self._next_lsn, self._fences.in_force)
         left = self._left_in(content)

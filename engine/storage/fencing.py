@@ -5,7 +5,9 @@ Every row therefore carries its writer's epoch, and a writer opens in three step
 
 1. *claim*: commit a mark with an epoch above all claims. Two writers may claim the same epoch. A writer that
    finds, in the very version that it committed, another claim at least as high claims again.
-2. Read the newest version. If it holds a higher claim, give up.
+2. Read the newest version. If it lacks the claim, or holds another one of its epoch, go back to 1: a writer
+   that was paused within its commit may have made a version that a purge of another had removed. If it holds
+   a higher claim, give up.
 3. *begin*: commit a mark with the writer's first lsn (one after the last row that counts) and the epoch that
    it takes over from, its *former*. If another commit came between 2 and 3, look for higher claims again.
 
@@ -43,6 +45,8 @@ from dataclasses import dataclass
 import numpy as np
 import orjson
 from numpy.typing import NDArray
+
+from undertow.engine.storage.location import StoreError
 
 UNBOUNDED = np.iinfo(np.int64).max
 # The lsn of every mark. Marks are no part of the log.
@@ -85,6 +89,8 @@ class Fences:
         epoch = max(begun, default=0)
         while epoch:
             chain.insert(0, begun[epoch])
+            if begun[epoch].former >= epoch:
+                raise StoreError(f"two writers have begun epoch {epoch} of the journal. Restore a backup.")
             epoch = begun[epoch].former
         self._owners = [mark.owner for mark in chain if mark.owner]
         firsts = [mark.first_lsn or 0 for mark in chain]
@@ -110,6 +116,10 @@ class Fences:
     def contested(self, epoch: int, writer: str) -> bool:
         """Whether another writer has claimed this epoch or a higher one."""
         return any(mark.epoch >= epoch and mark.writer != writer for mark in self.marks)
+
+    def is_claimed_by(self, writer: str, epoch: int) -> bool:
+        """Whether this writer, and no other, has claimed the epoch."""
+        return {mark.writer for mark in self.marks if mark.epoch == epoch} == {writer}
 
     def has_displaced(self, owner: str) -> bool:
         """Whether another owner has taken the log over from this one."""

@@ -9,14 +9,21 @@ from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 
+from starlette.types import Scope
+
 log = logging.getLogger(__name__)
 
-# in a request's scope: what is called when it waits no longer, or would begin to
+# in a request's scope: what is called when it waits no longer
 PLACE = "undertow.place"
 # So many may wait however slow the loop is: connections of one caller, and a burst.
 LEAST_WAITING = 16
 # What the loop begins, until it has been measured, each time over so long in which any waited.
 FIRST_PER_S, MEASURED_S = 500.0, 0.1
+
+
+def leave(scope: Scope) -> None:
+    """The request waits no longer. If it has not come as a whole, it takes no place when it has."""
+    scope.setdefault(PLACE, lambda: None)()
 
 
 class Admission:

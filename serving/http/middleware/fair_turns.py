@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Message, Receive, Scope
 
-from undertow.serving.http.middleware.admission import PLACE
+from undertow.serving.http.middleware.admission import leave
 
 T = TypeVar("T")
 
@@ -232,7 +232,7 @@ class Turn:
         if not self._begun:
             self._begun = True
             await self._turns.begin(self)
-            self._scope.setdefault(PLACE, int)()
+            leave(self._scope)
 
     def after_body(self, receive: Receive) -> Receive:
         """`receive`, where the last part of the request's body comes in turn."""

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from undertow.serving.auth.principal import Principal
-from undertow.serving.http.middleware.admission import PLACE
+from undertow.serving.http.middleware.admission import leave
 from undertow.serving.http.middleware.fair_turns import FairTurns
 from undertow.serving.http.middleware.guard import Guard
 from undertow.serving.http.middleware.load_limits import LoadLimits
@@ -84,7 +84,7 @@ class Front:
         try:
             await self._pass(scope, headers, receive, answer)
         except Exception as error:  # noqa: BLE001 - the boundary of a request: it fails, others continue
-            scope.setdefault(PLACE, int)()  # a refusal may wait for long
+            leave(scope)  # a refusal may wait for long
             if begun:  # the response can only be left incomplete
                 log_failure(log, error)
             else:
@@ -97,7 +97,7 @@ class Front:
             # its frames have what has the error: they would live on until the collector stops the loop
             error.__traceback__ = None
         finally:
-            scope.setdefault(PLACE, int)()
+            leave(scope)
 
     async def _pass(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         if scope["path"] in OPEN_PATHS:

@@ -11,16 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from undertow.engine.storage import lance_log
 from undertow.engine.storage.fenced_log import mark_table
-from undertow.engine.storage.fencing import FenceMark
+from undertow.engine.storage.fencing import FenceMark, Fences
 from undertow.engine.storage.journal import Fenced, Journal, JournalError, Row
 from undertow.engine.storage.journal_rows import to_table
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.storage.location import Location
-from undertow.engine.storage.store_info import StoreLocked, WriterLock
+from undertow.engine.storage.store_info import StoreError, StoreLocked, WriterLock
 
 from ....support.storage.journal import DIM, raw_texts, row, stored, taken_over, texts
 
@@ -60,6 +61,49 @@ def test_a_former_writer_that_reads_what_was_purged_is_told_of_the_new_one(tmp_p
     new.purge()
     with pytest.raises(Fenced, match="taken over"):
         texts(old)
+
+
+@pytest.mark.parametrize("between", ["a purge", "a takeover and its purge"])
+def test_a_claim_in_a_version_that_was_purged_meanwhile_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: str
+) -> None:
+    """The writer is paused after Lance has chosen the version's number: it makes an old version."""
+    Journal.create(tmp_path, DIM, {"model": "none"})
+    old = Journal.open(tmp_path, writable=True, takeover=True)
+    old.append([row("first")])
+    versions = tmp_path / "journal.lance" / "_versions"
+    append, look, others = LanceLog.append, Journal._look, [old]
+
+    def paused(log: LanceLog, marks: pa.Table) -> None:
+        monkeypatch.setattr(LanceLog, "append", append)
+        append(log, marks)
+        claim = min(versions.glob("*.manifest"))  # they count down
+        held = claim.read_bytes()
+        claim.unlink()
+        if between != "a purge":
+            others.append(taken_over(tmp_path))
+        others[-1].purge()
+        assert not claim.exists()
+        claim.write_bytes(held)
+        monkeypatch.setattr(Journal, "_look", before_the_begin)
+
+    def before_the_begin(journal: Journal) -> int:
+        monkeypatch.setattr(Journal, "_look", look)
+        next_lsn = look(journal)
+        with pytest.raises(Fenced):
+            others[-1].append([row("late")])
+        return next_lsn
+
+    monkeypatch.setattr(LanceLog, "append", paused)
+    new = taken_over(tmp_path)
+    assert new.epoch == others[-1].epoch + 1
+    new.append([row("second")])
+    assert stored(tmp_path) == ["first", "second"]
+
+
+def test_two_writers_of_one_epoch_are_an_error() -> None:
+    with pytest.raises(StoreError, match="two writers have begun epoch 1"):
+        Fences([FenceMark(1, "a", 0), FenceMark(1, "b", 0, former=1)])
 
 
 def test_a_lock_is_freed_on_another_thread_than_took_it(tmp_path: Path) -> None:
