@@ -267,10 +267,10 @@ class ShardClient:
         try:
             with use_traceparent(batch.pending.traceparent):
                 receipts = await self._sent(batch.table, stamp)
-        except (ShardGone, StaleSession) as error:
+        except (ShardGone, StaleSession, asyncio.CancelledError) as error:
             batch.tried_in = self._process if trial and _is_silent(error) else ""
             self._lose(number, batch, error)
-            has_gap = isinstance(error, ShardGone)
+            has_gap = not isinstance(error, asyncio.CancelledError)
         except Removed:
             self._returned[number] = batch
         except Exception as error:  # noqa: BLE001 - the shard's error is the caller's
@@ -295,17 +295,23 @@ class ShardClient:
         return CapacityWait(self.shard, self.calls, self._settings.patience_s)
 
     async def _end_session(self) -> None:
-        """A call has failed, or never came: have the shard return the calls that wait there behind it."""
+        """A call has failed, or never came: have the shard return the calls that wait there behind it.
+
+        If another process answers, those under way are lost: the former one may never answer them.
+        """
         pause = Backoff(self._settings.patience_s)
         while self._under_way:
             with suppress(Exception):
                 asked = self.calls.call("hello", self._client, self._map_version())
-                await asyncio.wait_for(asked, pause.left_s)
+                hello: SessionStart = await asyncio.wait_for(asked, pause.left_s)
+                if hello.process != self._process:
+                    for sending in self._sending - {asyncio.current_task()}:
+                        sending.cancel()
                 return
             if not await pause():
                 return
 
-    def _lose(self, number: int, batch: ShardBatch, error: Exception) -> None:
+    def _lose(self, number: int, batch: ShardBatch, error: BaseException) -> None:
         """The shard died, or has forgotten the session: the batch is to be sent again."""
         if self._failure is not None:  # the session ends for that
             self._end(batch, self._failure)
@@ -403,6 +409,6 @@ class ShardClient:
         self.room.set()
 
 
-def _is_silent(error: Exception) -> bool:
+def _is_silent(error: BaseException) -> bool:
     """Whether the shard's process may have died of the batch."""
     return isinstance(error, ShardGone) and not isinstance(error, ShardExited)

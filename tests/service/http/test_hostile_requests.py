@@ -31,7 +31,7 @@ from undertow.serving.http.service_settings import ServiceSettings
 from ...support.cluster.in_process import settings
 from ...support.llm_servers import wait_until
 from ...support.service.http import SOON_S, Running, at, is_problem, said, serving
-from ...support.service.wire import Wire
+from ...support.service.wire import Wire, request_head
 from .test_async_memories import opened
 
 
@@ -235,8 +235,8 @@ def test_a_slow_import_loses_its_place(tmp_path: Path) -> None:
 
 def test_a_request_with_two_lengths_is_refused(running: Running) -> None:
     with Wire(running) as wire:
-        wire.head(running.key(), "Content-Length: 4", "Transfer-Encoding: chunked")
-        wire.socket.sendall(b"0\r\n\r\n")
+        head = request_head(running.key(), "Content-Length: 4", "Transfer-Encoding: chunked")
+        wire.socket.sendall(head + b"0\r\n\r\n")  # at once: what comes after the end resets the connection
         status, problem = wire.heard()
     assert status == 400 and "no HTTP/1.1 request" in problem["detail"]
 
