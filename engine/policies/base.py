@@ -251,6 +251,15 @@ class MemoryView(Protocol):
         """Of the last `count` turns up to and with this record those that were not deleted, in order."""
         ...
 
+    def look_back(
+        self, seqs: Sequence[int], count: int, measure: Callable[[TurnView], int]
+    ) -> NDArray[np.int32]:
+        """What `measure` makes of the last `count` turns up to and with each of these: [len(seqs), count].
+
+        -1: there is no such turn, or it was deleted. Results are kept, so every call has the same `measure`.
+        """
+        ...
+
     def counts(self, seq: int) -> bool:
         """Whether the turn still counts in the gates: it was neither consolidated nor parked."""
         ...

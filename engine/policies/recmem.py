@@ -115,7 +115,7 @@ class RecMem(Policy):
             # Equation 6: does the turn continue the nearest episode?
             episode, score = reading.episode, reading.episode_score
             near = score is not None and score >= theta.theta_merge
-            if episode is not None and near and self._speaks(seq, work.view, {}):
+            if episode is not None and near and self._speaks(seq, work.view):
                 asked = True
                 if (yield from work.merge(seq, episode)):
                     return PolicyResult(
@@ -141,12 +141,10 @@ class RecMem(Policy):
         cluster = tuple(sorted((*reading.relevant, seq)))
         if len(cluster) < memory.thresholds.theta_count or self._salience is None:
             return cluster
-        told: dict[int, int] = {}
-        speaks = self._speaks(seq, memory, told)
-        return tuple(s for s in cluster if self._speaks(s, memory, told)) if speaks else ()
+        return self._salience.speaking(cluster, memory) if self._speaks(seq, memory) else ()
 
-    def _speaks(self, seq: int, memory: MemoryView, told: dict[int, int]) -> bool:
-        return self._salience is None or self._salience.speaks(seq, memory, told)
+    def _speaks(self, seq: int, memory: MemoryView) -> bool:
+        return self._salience is None or bool(self._salience.speaking((seq,), memory))
 
     def flush(self, seq: int, memory: MemoryView) -> Decide:
         """Read what says much among the turns that no complete window has."""

@@ -3,7 +3,7 @@
 RecMem reads a turn only when its topic recurs. A single mention of an allergy, a budget or an address never
 does. So of each `window` turns in a row the LLM also reads those that say most for their length (`to_read`),
 in one call and within a quota of tokens a day. And turns that say little, such as thanks, neither fire nor
-count (`speaks`).
+count (`speaking`).
 
 Both compare a turn with those right before it in its own log, so that terse and wordy tenants are treated
 alike. They depend on the log alone: any batching, sharding or replay comes to the same.
@@ -16,7 +16,9 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from undertow.engine.policies.base import MemoryView
+import numpy as np
+
+from undertow.engine.policies.base import MemoryView, TurnView
 from undertow.engine.policies.common_words import COMMON_WORDS, CUES, UNSPACED, WORDS
 
 # A capital within a sentence: names, titles, places.
@@ -55,15 +57,13 @@ class Salience:
     quiet_share: float
     day_tokens: int
 
-    def speaks(self, seq: int, memory: MemoryView, told: dict[int, int]) -> bool:
-        """Whether a turn is not among those of the last turns that say least.
-
-        `told`: how much turns say, by seq, as far as known; kept while many that stand together are asked of.
-        """
-        before = memory.turns_to(seq, LOOK_BACK)
-        for unknown in {seq, *before} - told.keys():
-            told[unknown] = information(_said(unknown, memory))
-        return told[seq] >= sorted(told[s] for s in before)[int(self.quiet_share * (len(before) - 1))]
+    def speaking(self, seqs: Sequence[int], memory: MemoryView) -> tuple[int, ...]:
+        """Of turns that were not deleted those that are not among those of the last turns that say least."""
+        told = memory.look_back(seqs, LOOK_BACK, _information)
+        counts = (told >= 0).sum(axis=1)
+        ordered = np.sort(np.where(told < 0, np.iinfo(told.dtype).max, told), axis=1)
+        least = ordered[np.arange(len(seqs)), (self.quiet_share * (counts - 1)).astype(np.int64)]
+        return tuple(seq for seq, speaks in zip(seqs, told[:, -1] >= least, strict=True) if speaks)
 
     def to_read(self, seq: int, memory: MemoryView, settled: Sequence[int]) -> tuple[int, ...]:
         """The turns to read once `seq` is decided: of the window that it completes; () within the window.
@@ -91,7 +91,7 @@ class Salience:
         facts = takewhile(lambda fact: fact.made_at_seq >= window[0], newest_first) if window else ()
         known = {s for fact in facts for s in fact.reach}
         read = {*known, *settled, *(s for s in window if not memory.counts(s))}
-        texts = {s: _said(s, memory) for s in window}
+        texts = {s: _said(memory.turn(s)) for s in window}
         return tuple(sorted(best_for_their_length(texts, read)))
 
     def _is_spent(self, seq: int, memory: MemoryView) -> bool:
@@ -119,6 +119,10 @@ def day_of(seq: int, memory: MemoryView) -> str:
     return f"{memory.turns_before(last) // 1_000}k" if timestamp is None else timestamp[: len("2026-05-07")]
 
 
-def _said(seq: int, memory: MemoryView) -> str:
+def _said(turn: TurnView) -> str:
     """The turn without the speakers' names."""
-    return " ".join(line.partition(": ")[2] for line in memory.turn(seq).messages)
+    return " ".join(line.partition(": ")[2] for line in turn.messages)
+
+
+def _information(turn: TurnView) -> int:
+    return information(_said(turn))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from undertow.engine.base.model import lines_of
 from undertow.engine.policies.base import Thresholds, TurnView
@@ -17,6 +18,7 @@ from undertow.engine.tenants.payload_file import PayloadFile, Payloads
 from undertow.kernels.key_table import KeyTable, add_keys
 
 NO_ROW = -1
+NO_TURN, NOT_MEASURED = -1, -2
 # The least turns between two times at which thresholds are found from the tenant's own turns.
 THETA_TURNS = 64
 
@@ -35,6 +37,8 @@ class RecordLog:
         self._deletions: dict[int, Mapping[str, Any]] = {}
         self.row_by_seq = array("i")
         self.seq_by_row = array("i")
+        # By row: what `measured` was told of a turn, or that it was not asked yet, or that there is none.
+        self._measures = array("i")
         # The rows of the dedupe keys and, by session, the last effective timestamp, also of deleted turns. Of
         # turns that were loaded, `_index` reads both from the payloads.
         self._keys = KeyTable()
@@ -115,6 +119,18 @@ class RecordLog:
         body = orjson.loads(self._payloads[seq])
         return spoken_in(body), body.get("timestamp")
 
+    def measured(self, rows: NDArray[np.int64], measure: Callable[[TurnView], int]) -> NDArray[np.int32]:
+        """What a measure makes of the turns in these rows; -1: there is none, or it was deleted.
+
+        A result is kept for good, so there is one measure.
+        """
+        self._measures.extend([NOT_MEASURED] * (len(self.seq_by_row) - len(self._measures)))
+        kept, places = np.frombuffer(self._measures, np.int32), np.maximum(rows, 0)
+        for row in np.unique(places[kept[places] == NOT_MEASURED]).tolist():
+            seq = self.seq_by_row[row]
+            self._measures[row] = measure(self.turn(seq)) if self.exists(seq) else NO_TURN
+        return np.where(rows < 0, NO_TURN, kept[places])
+
     def rows_before(self, seq: int) -> int:
         """The number of turn rows before record `seq`: the causal mask of its gate."""
         return int(np.searchsorted(np.frombuffer(self.seq_by_row, dtype=np.int32), seq))
@@ -192,6 +208,8 @@ class RecordLog:
         """Remove the payload of a deleted turn. Its deletion is in the log."""
         self._payloads.clear(seq)
         self.awaiting.pop(seq, None)
+        if (row := self.row_by_seq[seq]) < len(self._measures):
+            self._measures[row] = NO_TURN
 
     def release_payloads(self) -> None:
         """Zero and free the memory of the payloads. The log cannot be used any more."""

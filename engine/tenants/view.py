@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from undertow.engine.base.model import Memory, MemoryKind
 from undertow.engine.policies.base import Thresholds, TurnView
@@ -49,6 +52,12 @@ class View:
     def turns_to(self, seq: int, count: int) -> list[int]:
         end = self.of.rows_before(seq + 1)
         return [s for s in self.of.seq_by_row[max(0, end - count) : end] if self.of.exists(s)]
+
+    def look_back(
+        self, seqs: Sequence[int], count: int, measure: Callable[[TurnView], int]
+    ) -> NDArray[np.int32]:
+        last = np.frombuffer(self.of.row_by_seq, np.int32)[list(seqs)]
+        return self.of.measured(last[:, None] + np.arange(1 - count, 1), measure)
 
     def counts(self, seq: int) -> bool:
         return self.of.is_live(seq)

@@ -54,6 +54,10 @@ class Command:
     moves: int = 0
     traceparent: str | None = field(default_factory=current_traceparent)
 
+    def begin(self) -> bool:
+        """Whether it is to run, for the first time or again: its caller has not cancelled it before."""
+        return self.future.running() or self.future.set_running_or_notify_cancel()
+
 
 class FairQueue:
     """Commands whose tenants take turns."""

@@ -16,6 +16,9 @@ from undertow.engine.cluster.shard.quarantine import reason_of
 
 log = logging.getLogger(__name__)
 
+# Between two rounds on a loop. A request that a round has ended needs as many until its response is sent.
+ITERATIONS = 6
+
 
 class Driver(Protocol):
     """Runs rounds of an EngineWork until it is closed, or a round ends in an unexpected error."""
@@ -121,18 +124,22 @@ class LoopDriver:
             and not (self._in_round or self._stopping or self._ended.is_set())
         )
 
-    def _schedule(self, after_s: float | None) -> None:
+    def _schedule(self, after_s: float | None, iterations: int = 0) -> None:
+        """The next round: None: at the next wake; 0: after so many iterations of the loop."""
         if self._next is not None:
             self._next.cancel()
         self._next_is_due = after_s == 0.0
         if after_s is None:
             self._next = None
         elif self._next_is_due:
-            self._next = self._loop.call_soon(self._round, context=self._context)
+            self._next = self._loop.call_soon(self._round, iterations, context=self._context)
         else:
             self._next = self._loop.call_later(after_s, self._round, context=self._context)
 
-    def _round(self) -> None:
+    def _round(self, iterations: int = 0) -> None:
+        if iterations:
+            self._next = self._loop.call_soon(self._round, iterations - 1, context=self._context)
+            return
         self._next, self._next_is_due = None, False
         if not self._may_go_on:
             return
@@ -147,11 +154,11 @@ class LoopDriver:
                 self._in_round = False
             if self._under_way is not None:  # what takes long comes after it
                 if done:
-                    self._schedule(self._work.patience_s)
+                    self._schedule(self._work.patience_s, ITERATIONS)
                 return
             part = self._work.long_part() if done else self._work.round
             if part is None:
-                self._schedule(self._work.patience_s)
+                self._schedule(self._work.patience_s, ITERATIONS)
                 return
             self._under_way = self._pool.submit(self._on_thread, part)
             self._under_way.add_done_callback(

@@ -165,12 +165,18 @@ class EngineWork:
         if not self._take(quickly):
             return False
         engine = self.supervisor.engine
-        if quickly and (
-            engine is None or not steps_quickly(engine) or not all(map(self._is_quick, self._waits))
-        ):
-            return False
+        if quickly:
+            if engine is None or not steps_quickly(engine):
+                return False
+            self._put_off_slow_waits()
         self._work(apart=quickly)
         return True
+
+    def _put_off_slow_waits(self) -> None:
+        """What waits, and is no longer quick, is for a thread: one command at a time."""
+        for _ in range(len(self._waits)):
+            command = self._waits.popleft()
+            (self._waits if self._is_quick(command) else self._long).append(command)
 
     def long_part(self) -> Callable[[], object] | None:
         """What is left of a quick round for a thread: a commit, or one command; None: nothing.
@@ -206,8 +212,6 @@ class EngineWork:
         if self.commits:
             self.commits, self._committed_last = False, True
             self._end_commit()
-        # without an engine there is nothing to go on with, until it is time to try to open it again
-        self._busy = self._busy or self.supervisor.engine is not None
         while self._late_errors:
             self._inspect(self._late_errors.pop())
 
@@ -221,6 +225,7 @@ class EngineWork:
         except Exception as failure:  # noqa: BLE001 - as in _step
             self._failed = failure
             return
+        self._busy = True
         self._release(self.calls.settle())
         self._repeat_waiting()
 
@@ -260,7 +265,7 @@ class EngineWork:
                 self._commands.append(deferred)
             while self._commands:
                 late = self._commands.popleft()
-                if isinstance(late, TurnCall) or late.future.set_running_or_notify_cancel():
+                if isinstance(late, TurnCall) or late.begin():
                     late.future.set_exception(error)
 
     def _take(self, quickly: bool) -> bool:
@@ -292,9 +297,9 @@ class EngineWork:
         return is_quick_add(engine, command) if isinstance(command, TurnCall) else command.is_quick(engine)
 
     def _obey(self, command: Command) -> None:
-        """Run one command for the first time."""
+        """Run one command: for the first time, or again where it was put off."""
         self._asked_s = time.monotonic()
-        if command.future.set_running_or_notify_cancel():
+        if command.begin():
             self._run_command(command)
 
     def _run_command(self, command: Command) -> None:

@@ -18,7 +18,7 @@ from undertow.serving.http.middleware.admission import leave
 T = TypeVar("T")
 
 # The requests that begin in one iteration of the loop are expected to take so long.
-ITERATION_S = 0.004
+ITERATION_S = 0.001
 # Requests that are refused in one iteration: each takes half a millisecond from those that are served.
 REFUSED_AT_ONCE = 2
 # What a request takes at least, with what is done before and after its turn.

@@ -25,7 +25,7 @@ from undertow.engine.base.queries import (
     TurnsByKeyQuery,
 )
 from undertow.engine.base.results import Receipt
-from undertow.engine.cluster.shard.engine_work import EngineWork
+from undertow.engine.cluster.shard.engine_work import POLL_S, EngineWork
 from undertow.engine.cluster.shard.supervisor import EngineParts, ShardSupervisor
 from undertow.engine.cluster.shard.turn_calls import TurnCalls
 from undertow.engine.step.admission import Admission
@@ -108,6 +108,30 @@ async def test_a_tenant_that_is_to_be_loaded_does_not_hold_the_loop(
         await asyncio.sleep(0.05)  # the round on the thread ends
         assert (await memories.call(word(4))).turns
         assert calls[0] != here and calls[1] == here
+
+
+async def test_what_waits_and_is_slow_runs_on_a_thread_now_and_then_and_the_loop_stores_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, runs, over = threading.current_thread().name, list[str](), list[str]()
+
+    def look(_: Engine) -> str | None:
+        runs.append(threading.current_thread().name)
+        return over[0] if over else None
+
+    async with opened(tmp_path) as memories:
+        await memories.add(some("ann", 1))
+        steps = threads_of(monkeypatch, Engine, "step")
+        work: EngineWork = memories._router._shard._work  # type: ignore[union-attr]
+        waiting = asyncio.wrap_future(work.ask(look, wait=True))
+        for n in range(2, 6):
+            await memories.add(some("ann", n))
+        assert set(steps) == {here} and runs and here not in runs
+        runs.clear()
+        await asyncio.sleep(20 * POLL_S)
+        assert 0 < len(runs) <= 40, "it looks now and then"
+        over.append("over")
+        assert await waiting == "over"
 
 
 async def test_an_encoder_that_takes_long_runs_on_a_thread(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,12 @@ class View:
 
     def turns_to(self, seq: int, count: int) -> list[int]:
         return [s for s in sorted(self.turns) if s <= seq][-count:]
+
+    def look_back(
+        self, seqs: Sequence[int], count: int, measure: Callable[[TurnView], int]
+    ) -> NDArray[np.int32]:
+        windows = [[measure(self.turn(s)) for s in self.turns_to(seq, count)] for seq in seqs]
+        return np.array([[-1] * (count - len(window)) + window for window in windows], np.int32)
 
     def counts(self, seq: int) -> bool:
         return seq not in self.gone
