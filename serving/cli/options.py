@@ -22,12 +22,20 @@ if TYPE_CHECKING:
     from undertow.engine.readers import Log
 
 
-def location_of(text: str) -> Location:
-    """Parse the value of --store. WrongUsage: it names no valid location."""
+def location_of(text: str, over_http: str = "") -> Location:
+    """Parse the value of --store. WrongUsage: it names no valid location.
+
+    `over_http`: what a service takes in the command's place.
+    """
     if text.startswith(SCHEMES):
-        raise WrongUsage("--store: this command needs the store itself. Name a folder or s3://BUCKET/PREFIX.")
+        need = "--store: this command needs the store itself. Name a folder or s3://BUCKET/PREFIX"
+        raise WrongUsage(f"{need}{over_http and f', or send {over_http}'}.")
     with wrong_usage("--store"):
         return Location.of(text)
+
+
+def import_location_of(text: str) -> Location:
+    return location_of(text, "the export to POST /v1/tenants/NAME/import of the service")
 
 
 def place_of(text: str) -> Location:
@@ -50,7 +58,9 @@ def store_option(
     return option
 
 
-Store = Annotated[Location, store_option("The store: a folder, or s3://BUCKET/PREFIX.")]
+STORE = "The store: a folder, or s3://BUCKET/PREFIX."
+Store = Annotated[Location, store_option(STORE)]
+ImportStore = Annotated[Location, store_option(STORE, parser=import_location_of)]
 ReadStore = Annotated[
     Location,
     store_option(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from undertow.engine.base.model import AnswerMode as AnswerMode
 from undertow.engine.base.results import HitKind, LeftOutReason
@@ -170,7 +170,7 @@ class Answer(Model):
 class Decided(Model):
     """`decided` false: something is blocked, or the LLM server is lost. Everything stays stored."""
 
-    decided: bool
+    decided: bool = Field(description="Whether every stored turn is decided.")
 
 
 class PolicyChange(Model):
@@ -178,7 +178,7 @@ class PolicyChange(Model):
 
     policy: str
     generation: int
-    decided: int
+    decided: int = Field(description="Records of the tenant's log that it has come to.")
     records: int
 
 

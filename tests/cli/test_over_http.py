@@ -80,6 +80,7 @@ def test_what_a_service_cannot_do_is_refused_in_words(service: Running) -> None:
         ("search", "x", "--tenant", "ada", "--encoder", "hash:64"): "--encoder",
         ("ask", "x", "--tenant", "ada", "--llm", "off"): "leave those options out",
         ("flush", "--tenant", "ada"): "needs the store itself",
+        ("import", __file__, "--tenant", "ada"): "POST /v1/tenants/NAME/import",
     }
     for command, words in refused.items():
         env = {} if command == ("list",) else {"UNDERTOW_API_KEY": service.key()}

@@ -123,7 +123,7 @@ def _replay(store: Location, settings: Settings, ray: str | None) -> Exit:
 def import_(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="An export.")],
     tenant: opt.Tenant,
-    store: opt.Store,
+    store: opt.ImportStore,
     models: opt.Models = opt.NO_MODELS,
     ray: opt.Ray = None,
     as_json: opt.AsJson = False,

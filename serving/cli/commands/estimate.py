@@ -79,7 +79,7 @@ def estimate(
     document = _document(logs, settings, tokens, wanted, prices, report)
     if as_json:
         put_json(document)
-    else:
+    elif turns or not report.errors:
         _put(document)
     raise typer.Exit(Exit.INPUT if report.errors else Exit.DONE)
 

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 MARK = "__undertow_access__"
-FORBIDDEN = "This key lacks the scope {scope} for {reaches}. Ask for a key that has it."
+# in the same words whichever it lacks, and whether or not there is such a tenant
+FORBIDDEN = "This key lacks the scope {scope}, or is not for {reaches}. Ask for a key that has both."
+LACKS_SCOPE = "This key lacks the scope {scope}. Ask for a key that has it."
 WITHOUT_BODY = frozenset({"GET", "DELETE"})
 STRAY_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
@@ -182,8 +184,9 @@ class GuardedRoute(APIRoute):
         """Raise Problem 403; log the refusal if the audit log covers the act."""
         if self.access.act is not None:
             await service.refused(self.access.act, principal.key_id, tenant)
-        scope, reaches = self.access.scope, self.access.reaches.value
-        raise Problem(403, "forbidden", FORBIDDEN.format(scope=scope and scope.value, reaches=reaches))
+        scope, reaches = self.access.scope, self.access.reaches
+        words = LACKS_SCOPE if reaches is TenantAccess.ANY else FORBIDDEN
+        raise Problem(403, "forbidden", words.format(scope=scope and scope.value, reaches=reaches.value))
 
 
 def decode_path(scope: Connection) -> str | None:

@@ -33,7 +33,12 @@ MESSAGE_SCHEMA = {
     "type": "object",
     "required": ["role", "content"],
     "properties": {
-        "role": {"type": "string", "minLength": 1, "examples": ["user", "assistant", "system", "tool"]},
+        "role": {
+            "type": "string",
+            "minLength": 1,
+            "description": "Who speaks.",
+            "examples": ["user", "assistant", "system", "tool"],
+        },
         "content": {
             "description": "Text, or OpenAI content parts, of which the text is kept.",
             "anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "object"}}],
@@ -69,11 +74,17 @@ Moment = Annotated[
 MomentText = Annotated[str, AfterValidator(_moment), Field(description=ACCEPTED)]
 Messages = Annotated[
     list[dict[str, Any]],
-    WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": MESSAGE_SCHEMA}),
-    Field(
-        max_length=MAX_MESSAGES,
-        description="Messages of one session, in order. A user message and its reply make one turn.",
+    WithJsonSchema(
+        {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": MAX_MESSAGES,
+            "items": MESSAGE_SCHEMA,
+            "description": "Messages of one session, in order. A user message and its reply make one turn. "
+            f"At most {MAX_MESSAGES:,}.",
+        }
     ),
+    Field(max_length=MAX_MESSAGES),
 ]
 Scalar = str | int | float | bool
 Wanted = Scalar | list[Scalar]
@@ -98,7 +109,13 @@ FiltersText = Annotated[
     Field(description="JSON, as `filters` of a search.", examples=['{"rating": {"$gte": 3}}']),
 ]
 Words = Annotated[str, Field(min_length=1, pattern=r"\S")]
-Query = Annotated[Words, Field(max_length=MAX_QUERY_CHARS)]
+Query = Annotated[
+    Words,
+    Field(
+        max_length=MAX_QUERY_CHARS,
+        description=f"A question or some words, of at most {MAX_QUERY_CHARS:,} characters.",
+    ),
+]
 
 
 class RequestModel(BaseModel):
@@ -208,7 +225,7 @@ class UpdateRequest(RequestModel):
     """Either new text for any memory, or the messages of one exchange for a turn."""
 
     text: Words | None = None
-    messages: Messages | None = None
+    messages: Messages | None = Field(default=None, description="For a turn: those of one exchange.")
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -227,10 +244,10 @@ class AllDeleted(Model):
 class Imported(Model):
     """What was stored: turns that were not deleted, and every version of episodes and facts."""
 
-    turns: int
-    episodes: int
-    facts: int
-    decisions: int
+    turns: int = Field(description="Turns that were not deleted.")
+    episodes: int = Field(description="Versions of episodes.")
+    facts: int = Field(description="Versions of facts.")
+    decisions: int = Field(description="Decisions; what has none is decided here.")
 
 
 class PolicyRequest(RequestModel):
@@ -274,7 +291,12 @@ class WebhookRequest(RequestModel):
     """`tenants`: whose events; default: of all that the key names. `include_text`: with memories' texts."""
 
     url: str = Field(min_length=1, max_length=2_000, examples=["https://example.com/undertow"])
-    tenants: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, max_length=100)
+    tenants: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None,
+        max_length=100,
+        description="Whose events, at most 100; default: of all that the key names. A key for a prefix must "
+        "name some.",
+    )
     include_text: bool = False
 
 

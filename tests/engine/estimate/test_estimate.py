@@ -265,6 +265,9 @@ def test_a_bad_line_is_told_and_the_rest_estimated(file: Path) -> None:
     done = run("estimate", file, *THETAS, "--policy", "himem", "--json")
     assert (done.code, done.doc["errors"], done.doc["turns"]) == (3, 1, 2 * TURNS)
     assert "messages" in done.err
+    file.write_text('{"tenant": "ada", "messages": 5}\n')
+    none = run("estimate", file)
+    assert (none.code, none.out, "messages" in none.err) == (3, "", True)
 
 
 def test_one_policy_is_estimated_with_the_settings_of_the_environment(

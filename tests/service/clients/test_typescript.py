@@ -46,7 +46,7 @@ def test_it_is_generated_compiled_and_run(tmp_path: Path) -> None:
         out = ran(folder, "node", "dist/use.js", service.url, service.key(*Scope, prefix="acme/"))
     assert out.splitlines() == [
         "ADD turn user: I signed up for the pottery course.",
-        "403 This key lacks the scope read for this tenant. Ask for a key that has it.",
+        "403 This key lacks the scope read, or is not for this tenant. Ask for a key that has both.",
     ]
 
 

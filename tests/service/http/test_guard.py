@@ -72,7 +72,8 @@ def test_every_route_needs_its_scope(running: Running) -> None:
         for tenant in ("ann", "nobody"):
             where = path.format(tenant=tenant, memory_id="m", job_id="j", webhook_id="w")
             refused = is_problem(lacking.request(method, where, content=b"not read"), 403, "forbidden")
-            assert f"the scope {access.scope.value} for" in refused["detail"]
+            assert f"lacks the scope {access.scope.value}" in refused["detail"]
+            assert ("or is not for" in refused["detail"]) is (access.reaches is not TenantAccess.ANY)
             if access.reaches is not TenantAccess.ANY:
                 told = elsewhere.request(method, where, content=b"not read")
                 assert is_problem(told, 403, "forbidden") == refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -98,6 +99,24 @@ def test_every_operation_is_described(document: Any) -> None:
             for status, response in operation["responses"].items():
                 if status >= "400":
                     assert list(response["content"]) == ["application/problem+json"], (path, status)
+
+
+def fields_of(part: Any) -> Iterator[tuple[str, Any]]:
+    """Every field and parameter below a part of the document, with its name."""
+    if isinstance(part, dict):
+        yield from part.get("properties", {}).items()
+        yield from ((of["name"], of) for of in part.get("parameters", ()))
+    for below in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        yield from fields_of(below)
+
+
+def test_every_field_and_parameter_has_a_description(document: Any) -> None:
+    named = {**document["paths"], **document["components"]["schemas"]}
+    found = [(at, name, of) for at, part in named.items() for name, of in fields_of(part)]
+    assert len(found) >= 193
+    for at, name, of in found:
+        schema = of.get("schema", of)
+        assert any(one.get("description") for one in (of, schema, *schema.get("anyOf", ()))), (at, name)
 
 
 def test_every_change_accepts_an_idempotency_key(document: Any) -> None:
