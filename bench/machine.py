@@ -67,7 +67,7 @@ def versions() -> dict[str, str]:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """The commit of a checkout, with a + where files differ from it; None outside a checkout."""
+    """The commit of a checkout, with a + where files but results differ; None outside a checkout."""
     if shutil.which("git") is None or not (root / ".git").exists():
         return None
     ask = ["git", "-C", str(root)]
@@ -75,7 +75,9 @@ def commit(root: Path = ROOT) -> str | None:
     if head.returncode:
         return None
     changed = subprocess.run(
-        [*ask, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True
+        [*ask, "status", "--porcelain", "--untracked-files=no", ":!docs/results"],
+        capture_output=True,
+        text=True,
     )
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 

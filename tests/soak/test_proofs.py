@@ -2,46 +2,114 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import sys
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from undertow.bench.machine import source_tree
 
+from ..support.cluster.processes import all_ended
+from ..support.llm_servers import wait_until
 from ..support.soak import large_store
-from ..support.soak.proofs import PROOFS, Proof, added, of_test, run
+from ..support.soak.proofs import PROOFS, RESULTS, Proof, added, of_test, progress, run, saved
 
-COUNTING = (
-    'import json, sys; print(json.dumps({"seen": 2, "most_max": 9 - int(sys.argv[1]), "last": sys.argv[1]}))'
-)
+COUNTING = """
+import os, sys, time
+from pathlib import Path
+from tests.support.soak.runs import report
+n = int(sys.argv[1])
+report(seen=2, most_max=9 - n, last=str(n))
+"""
 
 
-def counting(code: str = COUNTING) -> Proof:
-    return Proof(lambda _folder, n: (sys.executable, "-c", code, str(n)), ("seen", 5), "counts by two")
+def counting(code: str = COUNTING, **more: Any) -> Proof:
+    return Proof(
+        lambda _folder, n: (sys.executable, "-c", code, str(n)), ("seen", 5), "counts by two", **more
+    )
+
+
+def go_on(
+    folder: Path, proof: Proof | None = None, *, tree: str = "tree", name: str = "toy", **more: Any
+) -> Any:
+    return run(name, proof or counting(), results=folder, work=folder / "work", source=lambda: tree, **more)
 
 
 def test_counts_add_up_over_runs_of_one_tree(tmp_path: Path) -> None:
-    told: list[str] = []
+    lines: list[str] = []
     for seconds, units in ((0.0, 0), (0.001, 1), (60.0, 3), (60.0, 3)):
-        counts = run(
-            "toy", counting(), seconds=seconds, state=tmp_path / "tree", results=tmp_path, tell=told.append
-        )
-        assert (counts["units"], counts.get("seen", 0)) == (units, 2 * units)
-        assert (tmp_path / "soak-toy.json").exists() == (units == 3)
-    result = json.loads((tmp_path / "soak-toy.json").read_text())
-    assert (result["seen"], result["most_max"], result["last"]) == (6, 9, "2")
-    assert result["source"] == "tree" and result["command"] == "make soak PROOF=toy"
-    assert len(told) == 3 and told[-1].startswith("toy: 6 of 5 seen")
-    assert run("toy", counting(), seconds=0.0, state=tmp_path / "other", results=tmp_path)["units"] == 0
+        figures = go_on(tmp_path, seconds=seconds, tell=lines.append)["figures"]
+        assert (figures.get("units", 0), figures.get("seen", 0)) == (units, 2 * units)
+        assert saved(tmp_path, "toy").get("reached") == {0: None, 1: False, 3: True}[units]
+    state = saved(tmp_path, "toy")
+    assert state["figures"] == {"seen": 6, "most_max": 9, "last": "2", "units": 3}
+    about = [state[name] for name in ("source", "command", "goal", "failed")]
+    assert about == ["tree", "make soak PROOF=toy", {"seen": 5}, []] and state["elapsed_s"] > 0
+    assert state["commit"] and state["machine"]["cores"]
+    assert len(lines) == 3 and lines[-1].startswith("toy: 6 of 5 seen")
 
 
-def test_a_unit_that_fails_counts_nothing(tmp_path: Path) -> None:
-    for code in ("raise SystemExit('the disk is full')", "print('no figures')"):
-        with pytest.raises(RuntimeError, match="unit 0 failed"):
-            run("toy", counting(code), state=tmp_path, results=tmp_path)
-    assert not list(tmp_path.iterdir())
+def test_of_another_source_or_without_its_files_a_proof_begins_anew(tmp_path: Path) -> None:
+    lines: list[str] = []
+    go_on(tmp_path, seconds=0.001)
+    assert progress(counting(), saved(tmp_path, "toy"), "other") == "2 of 5 seen on an earlier source"
+    for proof in (counting(), counting(keeps=True)):
+        state = go_on(tmp_path, proof, tree="other", seconds=0.001, tell=lines.append)
+        assert (state["source"], state["figures"]["units"]) == ("other", 1)
+    assert ["begins anew" in line for line in lines] == [True, False] * 2
+
+
+def test_files_of_earlier_shapes_are_of_an_earlier_source(tmp_path: Path) -> None:
+    for name, proof in PROOFS.items():
+        assert " of " in progress(proof, saved(RESULTS, name), "tree")
+    (tmp_path / "soak-toy.json").write_text('{"soak": "toy", "seen": 4, "seconds": 600.0}')
+    assert progress(counting(), saved(tmp_path, "toy"), "tree") == "4 of 5 seen on an earlier source"
+    assert go_on(tmp_path)["figures"]["seen"] == 6
+
+
+def test_a_unit_that_fails_is_recorded_and_counts_nothing(tmp_path: Path) -> None:
+    go_on(tmp_path, seconds=0.001)
+    for failed in ([1], [1, 1]):
+        with pytest.raises(RuntimeError, match="unit 1 failed\n\nthe disk is full"):
+            go_on(tmp_path, counting(COUNTING + "raise SystemExit('the disk is full')"))
+        assert saved(tmp_path, "toy")["failed"] == failed
+    with pytest.raises(RuntimeError, match="unit 1 told nothing"):
+        go_on(tmp_path, counting("print('skipped')"))
+    trees = iter(("tree", "changed"))
+    with pytest.raises(RuntimeError, match="the source changed during unit 1"):
+        run("toy", counting(), results=tmp_path, work=tmp_path, source=lambda: next(trees))
+    assert progress(counting(), saved(tmp_path, "toy"), "tree") == "2 of 5 seen, failed units: [1, 1]"
+    state = go_on(tmp_path)
+    assert (state["figures"]["seen"], state["failed"]) == (6, [1, 1])
+    assert go_on(tmp_path, tree="mended", seconds=0.001)["failed"] == []
+
+
+def test_a_kill_loses_the_unit_under_way_alone(tmp_path: Path) -> None:
+    """Two proofs at once, and one of them is killed in its second unit, whose process ends too."""
+    waits = tmp_path / "waits"
+    code = f"""
+here = Path({str(waits)!r})
+if n == 1 and not here.exists():
+    here.with_suffix(".draft").write_text(str(os.getpid()))
+    here.with_suffix(".draft").rename(here)
+    time.sleep(60)
+"""
+    proofs = {"killed": counting(COUNTING + code), "other": counting()}
+    fork = multiprocessing.get_context("fork")
+    runs = {n: fork.Process(target=go_on, args=(tmp_path, p), kwargs={"name": n}) for n, p in proofs.items()}
+    for process in runs.values():
+        process.start()
+    wait_until(waits.exists)
+    unit = psutil.Process(int(waits.read_text()))
+    runs["killed"].kill()
+    assert not all_ended([unit])
+    assert saved(tmp_path, "killed")["figures"] == {"seen": 2, "most_max": 9, "last": "0", "units": 1}
+    assert go_on(tmp_path, proofs["killed"], name="killed")["figures"]["seen"] == 6
+    runs["other"].join(30)
+    assert saved(tmp_path, "other")["figures"]["units"] == 3 and not list(tmp_path.glob("soak-*.draft"))
 
 
 def test_figures_of_several_units() -> None:
@@ -56,16 +124,24 @@ def test_every_proof_names_tests_that_are_there(tmp_path: Path) -> None:
         paths = [word for word in proof.command(tmp_path, 0) if word.endswith(".py")]
         assert all(Path(__file__).parents[2].joinpath(path).exists() for path in paths)
     assert of_test("x", ("n", 1), "", A=1).env == {"A": "1"}
-    assert source_tree() == source_tree()
+
+
+def test_the_tree_is_of_the_source_alone(tmp_path: Path) -> None:
+    trees = []
+    for name in ("engine/a.py", "docs/results/soak-toy.json", "tests/__pycache__/a.pyc", "tests/a.py"):
+        tmp_path.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
+        tmp_path.joinpath(name).write_text("1")
+        trees.append(source_tree(tmp_path))
+    assert trees[0] == trees[1] == trees[2] != trees[3]
 
 
 def test_a_large_store_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """2,000 turns through ingest, upgrade, reindex, export, import and erasure; each unit may run twice."""
-    for name, value in {"TURNS": 2_000, "TENANT_TURNS": 50, "PARTS": 2}.items():
+    """240 turns through ingest, upgrade, reindex, export, import and erasure; each unit may run twice."""
+    for name, value in {"TURNS": 240, "TENANT_TURNS": 20, "PARTS": 2}.items():
         monkeypatch.setattr(large_store, name, value)
     assert len(large_store.units()) == 9
     for stage, part in large_store.units():
         for _ in range(2 if part else 1):
             turns = large_store.DO[stage](tmp_path, part)
-        assert turns == {"erase": 200}.get(stage, 2_000 if stage in large_store.WHOLE else 1_000)
+        assert turns == {"erase": 40}.get(stage, 240 if stage in large_store.WHOLE else 120)
     assert large_store.disk_bytes(tmp_path) > 100_000

@@ -3,17 +3,21 @@
     make soak                              # lists the proofs and how far each is
     make soak PROOF=kills [SECONDS=7200]   # goes on with it for so long at most (a unit is finished)
 
-A unit is a process that ends in figures: a test that reports them (runs.report), or a program whose last line
-is one JSON object. What it counts (whole numbers) is added to `build/soak/TREE/NAME.json`; other figures are
-those of the last unit. TREE is the hash of the source: a change of documents loses nothing. Once the goal is
-reached, docs/results/soak-NAME.json is written. A unit that fails ends the run and counts nothing.
+A unit is a process that reports figures (runs.report). After each, docs/results/soak-NAME.json is replaced:
+whole numbers are summed over the units, other figures are those of the last one. Commit the file, and another
+checkout goes on from it. It names the hash of the source: of another source a proof begins anew, but documents
+may change. A unit that fails counts nothing and ends the run; `failed` in the file lists the numbers of such
+units. Proofs of different names may run at once. A kill loses the unit under way.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from undertow.bench.machine import ROOT, commit, describe, source_tree
@@ -29,30 +33,37 @@ from undertow.bench.machine import ROOT, commit, describe, source_tree
 from . import large_store
 
 RESULTS = ROOT / "docs" / "results"
-STATE = ROOT / "build" / "soak"
+WORK = ROOT / "build" / "soak"
 BUDGET_S = 7_200.0
-# figures of a unit that the result names once
-ABOUT = ("soak", "command", "commit", "machine", "load", "seconds")
 
 Figures = dict[str, Any]
+Tell = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class Proof:
-    """`command(folder, n)`: the n-th unit. Done once `goal` figures (name and number) are reached."""
+    """`command(folder, n)`: the n-th unit. Done once `goal` figures (name and number) are reached.
+
+    keeps: what a unit leaves in `folder` the next ones need, so without the folder the proof begins anew.
+    """
 
     command: Callable[[Path, int], Sequence[str]]
     goal: tuple[str, int]
     about: str
     env: Mapping[str, str] = field(default_factory=dict)
+    keeps: bool = False
 
-    def missing(self, counts: Figures) -> int:
-        return max(0, self.goal[1] - int(counts.get(self.goal[0], 0)))
+    def missing(self, figures: Figures) -> bool:
+        return bool(figures.get(self.goal[0], 0) < self.goal[1])
+
+
+class UnitError(RuntimeError):
+    """A unit has failed."""
 
 
 def of_test(target: str, goal: tuple[str, int], about: str, **env: object) -> Proof:
     """A unit is one run of some tests of the soak; SOAK_ROUND is its number."""
-    words = ("-m", "pytest", "-q", "-m", "soak", "--timeout", "0", "-p", "no:cacheprovider", *target.split())
+    words = f"-m pytest -q -rs -m soak --timeout 0 -p no:cacheprovider {target}".split()
     values = {name: str(value) for name, value in env.items()}
     return Proof(lambda _folder, _n: (sys.executable, *words), goal, about, values)
 
@@ -83,19 +94,31 @@ PROOFS: dict[str, Proof] = {
     "bulk-kills": of_test(f"{CLUSTER} bulk", ("rounds", 8), "bulk ingests with kills", SOAK_SECONDS=300),
     "resharding-kills": of_test(f"{CLUSTER} resharding", ("reshardings", 50), "with kills", SOAK_SECONDS=300),
     "slow-llm": of_test(SLOW, ("runs", 1), "an LLM that falls behind", SOAK_SECONDS=1_800),
-    "large-store": Proof(large_store.command, ("units", len(large_store.units())), "a store of 10 M turns"),
+    "large-store": Proof(
+        large_store.command, ("units", len(large_store.units())), "of 10 M turns", keeps=True
+    ),
 }
 
 
-def kept(folder: Path, name: str) -> Figures:
-    """What runs of this tree have counted."""
-    path = folder / f"{name}.json"
-    return {"units": 0, "elapsed_s": 0.0, **(json.loads(path.read_text()) if path.exists() else {})}
+def saved(results: Path, name: str) -> Figures:
+    """What the file of a proof says; empty without one. Of an earlier source it may have any shape."""
+    path = results / f"soak-{name}.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
-def progress(proof: Proof, counts: Figures) -> str:
+def keep(results: Path, name: str, state: Figures) -> None:
+    results.mkdir(parents=True, exist_ok=True)
+    draft = results / f"soak-{name}.draft"
+    draft.write_text(json.dumps(state) + "\n")
+    draft.replace(results / f"soak-{name}.json")  # a kill leaves the former file whole
+
+
+def progress(proof: Proof, state: Figures, tree: str) -> str:
     wanted, number = proof.goal
-    return f"{counts.get(wanted, 0):,} of {number:,} {wanted}"
+    line = f"{state.get('figures', state).get(wanted, 0):,} of {number:,} {wanted}"
+    if state and state.get("source") != tree:
+        return f"{line} on an earlier source"
+    return f"{line}, failed units: {state['failed']}" if state.get("failed") else line
 
 
 def added(counts: Figures, more: Figures) -> Figures:
@@ -112,19 +135,39 @@ def added(counts: Figures, more: Figures) -> Figures:
     return total
 
 
+def end_with_parent() -> None:
+    """In a unit's process: Linux kills it with the run, so that it does not work on beside the next one."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def figures_of(proof: Proof, folder: Path, n: int) -> Figures:
-    """Run a unit. RuntimeError: it failed, or told nothing."""
-    with TemporaryDirectory(prefix="undertow-soak-") as out:
-        env = {**os.environ, **proof.env, "SOAK_ROUND": str(n), "SOAK_OUT": out}
-        done = subprocess.run(proof.command(folder, n), cwd=ROOT, env=env, capture_output=True, text=True)
-        told = [json.loads(path.read_text()) for path in sorted(Path(out).glob("*.json"))]
-    last = done.stdout.strip().rpartition("\n")[2]
-    if not told and last.startswith("{"):
-        told = [json.loads(last)]
+    """Run a unit. UnitError: it failed. RuntimeError: it told nothing, as a skipped test."""
+    with NamedTemporaryFile("r", prefix="undertow-soak-") as out:
+        done = subprocess.run(
+            proof.command(folder, n),
+            cwd=ROOT,
+            env={**os.environ, **proof.env, "SOAK_ROUND": str(n), "SOAK_OUT": out.name},
+            capture_output=True,
+            text=True,
+            preexec_fn=end_with_parent,
+        )
+        told = [json.loads(line) for line in out]
     if done.returncode or not told:
-        raise RuntimeError(f"unit {n} failed\n{done.stdout[-4_000:]}\n{done.stderr[-4_000:]}")
-    counted = [{k: v for k, v in figures.items() if k not in ABOUT} for figures in told]
-    return reduce(added, counted)
+        kind, what = (UnitError, "failed") if done.returncode else (RuntimeError, "told nothing")
+        raise kind(f"unit {n} {what}\n{done.stdout[-4_000:]}\n{done.stderr[-4_000:]}")
+    return reduce(added, told)
+
+
+def begun(name: str, proof: Proof, state: Figures, tree: str, folder: Path, tell: Tell) -> Figures:
+    """The state to go on from: that of the file, or an empty one."""
+    here = state.get("source") == tree
+    if here and (folder.exists() or not proof.keeps or not proof.missing(state["figures"])):
+        return state
+    if state:
+        why = "the files of its units are gone" if here else "its file is of an earlier source"
+        tell(f"{name}: begins anew, as {why}; if it was committed, git has it")
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    return {"failed": state["failed"] if here else [], "elapsed_s": 0.0, "figures": {}}
 
 
 def run(
@@ -132,30 +175,37 @@ def run(
     proof: Proof,
     *,
     seconds: float = BUDGET_S,
-    state: Path | None = None,
     results: Path = RESULTS,
-    tell: Callable[[str], object] = print,
+    work: Path = WORK,
+    source: Callable[[], str] = source_tree,
+    tell: Tell = print,
 ) -> Figures:
-    """Go on with a proof until its goal is reached or the time is up. The counts. RuntimeError."""
-    folder = state or STATE / source_tree()
-    folder.mkdir(parents=True, exist_ok=True)
-    counts = kept(folder, name)
-    began_s = time.monotonic()
-    while proof.missing(counts) and time.monotonic() - began_s < seconds:
-        unit_s = time.monotonic()
-        more = figures_of(proof, folder, counts["units"])
-        spent_s = round(counts["elapsed_s"] + time.monotonic() - unit_s, 1)
-        counts = {**added(counts, {**more, "units": 1}), "elapsed_s": spent_s}
-        draft = folder / f"{name}.draft"
-        draft.write_text(json.dumps(counts))
-        draft.replace(folder / f"{name}.json")  # a kill leaves the former counts whole
-        tell(f"{name}: {progress(proof, counts)}, {spent_s:,.0f} s")
-    if not proof.missing(counts):
-        about: Figures = {"soak": name, "command": f"make soak PROOF={name}", "source": folder.name}
+    """Go on with a proof until its goal is reached or the time is up. Its state. RuntimeError."""
+    tree, began_s = source(), time.monotonic()
+    folder = work / name / tree
+    state = begun(name, proof, saved(results, name), tree, folder, tell)
+    while proof.missing(state["figures"]) and time.monotonic() - began_s < seconds:
+        n, unit_s, failure = state["figures"].get("units", 0), time.monotonic(), None
+        try:
+            more = figures_of(proof, folder, n)
+            state["figures"] = added(state["figures"], {**more, "units": 1})
+            state["elapsed_s"] = round(state["elapsed_s"] + time.monotonic() - unit_s, 1)
+        except UnitError as error:
+            state["failed"].append(n)
+            failure = error
+        if source() != tree:
+            raise RuntimeError(f"the source changed during unit {n}, which counts nothing: run it again")
+        about: Figures = {"soak": name, "command": f"make soak PROOF={name}", "source": tree}
         about |= {"commit": commit(), "machine": describe(), "goal": dict([proof.goal])}
-        results.mkdir(parents=True, exist_ok=True)
-        (results / f"soak-{name}.json").write_text(json.dumps({**about, **counts}) + "\n")
-    return counts
+        about["reached"] = not proof.missing(state["figures"])
+        state = {**about, **state, **about}
+        keep(results, name, state)
+        tell(f"{name}: {progress(proof, state, tree)}, {state['elapsed_s']:,.0f} s")
+        if failure:
+            raise failure
+    if not proof.missing(state["figures"]):
+        shutil.rmtree(folder.parent, ignore_errors=True)
+    return state
 
 
 def main() -> int:
@@ -169,8 +219,9 @@ def main() -> int:
     except RuntimeError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
+    tree = source_tree()
     for name, proof in PROOFS.items() if not asked.proof else ():
-        print(f"{name:17} {progress(proof, kept(STATE / source_tree(), name))}: {proof.about}")
+        print(f"{name:17} {progress(proof, saved(RESULTS, name), tree)}: {proof.about}")
     return 0
 
 
