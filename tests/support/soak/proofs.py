@@ -4,20 +4,17 @@
     make soak PROOF=kills [SECONDS=7200]   # goes on with it for so long at most (a unit is finished)
 
 A unit is a process that reports figures (runs.report). After each, docs/results/soak-NAME.json is replaced:
-whole numbers are summed over the units, other figures are those of the last one. Commit the file, and another
-checkout goes on from it. It names the hash of the source: of another source a proof begins anew, but documents
-may change. A unit that fails counts nothing and ends the run; `failed` in the file lists the numbers of such
-units. Proofs of different names may run at once. A kill loses the unit under way.
+whole numbers are summed, other figures are the last unit's. The next run goes on from it, in any checkout whose
+source has the same hash; of another source a proof begins anew. A unit that fails counts nothing and ends the
+run; `failed` lists the numbers of such units. Proofs of different names may run at once. A kill loses one unit.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -42,23 +39,16 @@ Tell = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Proof:
-    """`command(folder, n)`: the n-th unit. Done once `goal` figures (name and number) are reached.
-
-    keeps: what a unit leaves in `folder` the next ones need, so without the folder the proof begins anew.
-    """
+    """`command(folder, n)`: the n-th unit. Done once `goal` figures (name and number) are reached."""
 
     command: Callable[[Path, int], Sequence[str]]
     goal: tuple[str, int]
     about: str
     env: Mapping[str, str] = field(default_factory=dict)
-    keeps: bool = False
+    keeps: bool = False  # a unit needs what the former ones have left in the folder
 
     def missing(self, figures: Figures) -> bool:
         return bool(figures.get(self.goal[0], 0) < self.goal[1])
-
-
-class UnitError(RuntimeError):
-    """A unit has failed."""
 
 
 def of_test(target: str, goal: tuple[str, int], about: str, **env: object) -> Proof:
@@ -135,39 +125,30 @@ def added(counts: Figures, more: Figures) -> Figures:
     return total
 
 
-def end_with_parent() -> None:
-    """In a unit's process: Linux kills it with the run, so that it does not work on beside the next one."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 def figures_of(proof: Proof, folder: Path, n: int) -> Figures:
-    """Run a unit. UnitError: it failed. RuntimeError: it told nothing, as a skipped test."""
+    """Run a unit. CalledProcessError: it failed. RuntimeError: it told nothing, as a skipped test."""
     with NamedTemporaryFile("r", prefix="undertow-soak-") as out:
-        done = subprocess.run(
-            proof.command(folder, n),
-            cwd=ROOT,
-            env={**os.environ, **proof.env, "SOAK_ROUND": str(n), "SOAK_OUT": out.name},
-            capture_output=True,
-            text=True,
-            preexec_fn=end_with_parent,
-        )
+        env = {**os.environ, **proof.env, "SOAK_ROUND": str(n), "SOAK_OUT": out.name}
+        # a unit ends with the run, even if that is killed: it must not work on beside the next one
+        command = ("setpriv", "--pdeathsig", "KILL", *proof.command(folder, n))
+        done = subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True)
         told = [json.loads(line) for line in out]
-    if done.returncode or not told:
-        kind, what = (UnitError, "failed") if done.returncode else (RuntimeError, "told nothing")
-        raise kind(f"unit {n} {what}\n{done.stdout[-4_000:]}\n{done.stderr[-4_000:]}")
+    if not told:
+        raise RuntimeError(f"unit {n} told nothing\n{done.stdout[-4_000:]}")
     return reduce(added, told)
 
 
 def begun(name: str, proof: Proof, state: Figures, tree: str, folder: Path, tell: Tell) -> Figures:
     """The state to go on from: that of the file, or an empty one."""
     here = state.get("source") == tree
-    if here and (folder.exists() or not proof.keeps or not proof.missing(state["figures"])):
+    if here and (state["reached"] or folder.exists() or not proof.keeps):
         return state
     if state:
-        why = "the files of its units are gone" if here else "its file is of an earlier source"
-        tell(f"{name}: begins anew, as {why}; if it was committed, git has it")
+        why = "the store of its units is gone" if here else "its file is of an earlier source"
+        tell(f"{name}: begins anew, as {why}; git has what was committed")
     shutil.rmtree(folder.parent, ignore_errors=True)
-    return {"failed": state["failed"] if here else [], "elapsed_s": 0.0, "figures": {}}
+    about = {"soak": name, "command": f"make soak PROOF={name}", "source": tree, "goal": dict([proof.goal])}
+    return {**about, "failed": state["failed"] if here else [], "elapsed_s": 0.0, "figures": {}}
 
 
 def run(
@@ -187,18 +168,15 @@ def run(
     while proof.missing(state["figures"]) and time.monotonic() - began_s < seconds:
         n, unit_s, failure = state["figures"].get("units", 0), time.monotonic(), None
         try:
-            more = figures_of(proof, folder, n)
-            state["figures"] = added(state["figures"], {**more, "units": 1})
+            state["figures"] = added(state["figures"], {**figures_of(proof, folder, n), "units": 1})
             state["elapsed_s"] = round(state["elapsed_s"] + time.monotonic() - unit_s, 1)
-        except UnitError as error:
+        except subprocess.CalledProcessError as error:
             state["failed"].append(n)
-            failure = error
+            failure = RuntimeError(f"unit {n} failed\n{error.stdout[-4_000:]}\n{error.stderr[-4_000:]}")
         if source() != tree:
             raise RuntimeError(f"the source changed during unit {n}, which counts nothing: run it again")
-        about: Figures = {"soak": name, "command": f"make soak PROOF={name}", "source": tree}
-        about |= {"commit": commit(), "machine": describe(), "goal": dict([proof.goal])}
-        about["reached"] = not proof.missing(state["figures"])
-        state = {**about, **state, **about}
+        reached = not proof.missing(state["figures"])
+        state |= {"commit": commit(), "machine": describe(), "reached": reached}
         keep(results, name, state)
         tell(f"{name}: {progress(proof, state, tree)}, {state['elapsed_s']:,.0f} s")
         if failure:
