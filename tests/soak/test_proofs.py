@@ -15,7 +15,7 @@ from undertow.bench.machine import source_tree
 from ..support.cluster.processes import all_ended
 from ..support.llm_servers import wait_until
 from ..support.soak import large_store
-from ..support.soak.proofs import PROOFS, RESULTS, Proof, added, of_test, progress, run, saved
+from ..support.soak.proofs import PROOFS, Proof, added, of_test, path_of, progress, run, saved
 
 COUNTING = """
 import os, sys, time
@@ -26,65 +26,69 @@ report(seen=2, most_max=9 - n, last=str(n))
 """
 
 
-def counting(code: str = COUNTING, **more: Any) -> Proof:
-    return Proof(lambda _, n: (sys.executable, "-c", code, str(n)), ("seen", 5), "counts by two", **more)
+def counting(code: str = "", **more: Any) -> Proof:
+    words = (sys.executable, "-c", COUNTING + code)
+    return Proof(lambda _folder, n: (*words, str(n)), ("seen", 5), "counts by two", **more)
 
 
 TOY = counting()
 
 
-def go_on(folder: Path, proof: Proof = TOY, tree: str = "tree", name: str = "toy", **more: Any) -> Any:
-    return run(name, proof, results=folder, work=folder / "work", source=lambda: tree, **more)
+def change_source(root: Path) -> None:
+    (root / "engine").mkdir()
+    (root / "engine" / "new.py").touch()
 
 
-def test_counts_add_up_over_runs_of_one_tree(tmp_path: Path) -> None:
-    lines: list[str] = []
+def test_counts_add_up_over_runs_of_one_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seconds, units in ((0.0, 0), (0.001, 1), (60.0, 3), (60.0, 3)):
-        figures = go_on(tmp_path, seconds=seconds, tell=lines.append)["figures"]
+        figures = run("toy", TOY, seconds, tmp_path)["figures"]
         assert (figures.get("units", 0), figures.get("seen", 0)) == (units, 2 * units)
-        assert saved(tmp_path, "toy").get("reached") == {0: None, 1: False, 3: True}[units]
-    state = saved(tmp_path, "toy")
+        assert saved("toy", tmp_path).get("reached") == {0: None, 1: False, 3: True}[units]
+    state = saved("toy", tmp_path)
     assert state["figures"] == {"seen": 6, "most_max": 9, "last": "2", "units": 3}
     about = [state[name] for name in ("source", "command", "goal", "failed")]
-    assert about == ["tree", "make soak PROOF=toy", {"seen": 5}, []] and state["elapsed_s"] > 0
+    assert about == [source_tree(tmp_path), "make soak PROOF=toy", {"seen": 5}, []] and state["elapsed_s"] > 0
+    lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and lines[-1].startswith("toy: 6 of 5 seen")
 
 
-def test_of_another_source_or_without_its_files_a_proof_begins_anew(tmp_path: Path) -> None:
-    lines: list[str] = []
-    go_on(tmp_path, seconds=0.001)
-    assert progress(TOY, saved(tmp_path, "toy"), "other") == "2 of 5 seen on an earlier source"
+def test_a_proof_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """When the source is another, and when it needs a store that is gone."""
+    run("toy", TOY, 0.001, tmp_path)
+    change_source(tmp_path)
+    assert progress(TOY, saved("toy", tmp_path), source_tree(tmp_path)) == "2 of 5 seen on an earlier source"
     for proof in (TOY, counting(keeps=True)):
-        state = go_on(tmp_path, proof, tree="other", seconds=0.001, tell=lines.append)
-        assert (state["source"], state["figures"]["units"]) == ("other", 1)
-    assert ["begins anew" in line for line in lines] == [True, False] * 2
+        assert run("toy", proof, 0.001, tmp_path)["figures"]["units"] == 1
+    assert capsys.readouterr().out.count("begins anew") == 2
 
 
 def test_files_of_earlier_shapes_are_of_an_earlier_source(tmp_path: Path) -> None:
-    assert all(progress(proof, saved(RESULTS, name), "tree") for name, proof in PROOFS.items())
-    (tmp_path / "soak-toy.json").write_text('{"soak": "toy", "seen": 4, "seconds": 600.0}')
-    assert progress(TOY, saved(tmp_path, "toy"), "tree") == "4 of 5 seen on an earlier source"
-    assert go_on(tmp_path)["figures"]["seen"] == 6
+    assert all(progress(proof, saved(name), "tree") for name, proof in PROOFS.items())
+    run("toy", TOY, 0.001, tmp_path)
+    path_of("toy", tmp_path).write_text('{"soak": "toy", "seen": 4, "seconds": 600.0}')
+    assert progress(TOY, saved("toy", tmp_path), "tree") == "4 of 5 seen on an earlier source"
+    assert run("toy", TOY, root=tmp_path)["figures"]["seen"] == 6
 
 
 def test_a_unit_that_fails_is_recorded_and_counts_nothing(tmp_path: Path) -> None:
-    go_on(tmp_path, seconds=0.001)
+    run("toy", TOY, 0.001, tmp_path)
     for failed in ([1], [1, 1]):
         with pytest.raises(RuntimeError, match="unit 1 failed\n\nthe disk is full"):
-            go_on(tmp_path, counting(COUNTING + "raise SystemExit('the disk is full')"))
-        assert saved(tmp_path, "toy")["failed"] == failed
+            run("toy", counting("sys.exit('the disk is full')"), root=tmp_path)
+        assert saved("toy", tmp_path)["failed"] == failed
     with pytest.raises(RuntimeError, match="unit 1 told nothing"):
-        go_on(tmp_path, counting("print('skipped')"))
-    trees = iter(("tree", "changed"))
-    with pytest.raises(RuntimeError, match="the source changed during unit 1"):
-        run("toy", TOY, results=tmp_path, work=tmp_path, source=lambda: next(trees))
-    assert progress(TOY, saved(tmp_path, "toy"), "tree") == "2 of 5 seen, failed units: [1, 1]"
-    state = go_on(tmp_path)
+        run("toy", Proof(lambda *_: ("true",), TOY.goal, ""), root=tmp_path)
+    told = progress(TOY, saved("toy", tmp_path), source_tree(tmp_path))
+    assert told == "2 of 5 seen, failed units: [1, 1]"
+    state = run("toy", TOY, root=tmp_path)
     assert (state["figures"]["seen"], state["failed"]) == (6, [1, 1])
-    assert go_on(tmp_path, tree="mended", seconds=0.001)["failed"] == []
+    change_source(tmp_path)
+    assert run("toy", TOY, 0.001, tmp_path)["failed"] == []
+    with pytest.raises(RuntimeError, match="the source changed during unit 1"):
+        run("toy", counting(f"Path({str(tmp_path / 'engine' / 'new.py')!r}).unlink()"), root=tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:lance is not fork-safe")  # none is open here
+@pytest.mark.filterwarnings("ignore:lance is not fork-safe")  # nothing of it is open here
 def test_a_kill_loses_the_unit_under_way_alone(tmp_path: Path) -> None:
     """Two proofs at once, and one of them is killed in its second unit, whose process ends too."""
     waits = tmp_path / "waits"
@@ -93,19 +97,19 @@ if n == 1 and not Path({str(waits)!r}).exists():
     Path({str(waits)!r}).write_text(f"{{os.getpid()}}")
     time.sleep(60)
 """
-    proofs = {"killed": counting(COUNTING + code), "other": TOY}
+    proofs = {"killed": counting(code), "other": TOY}
     fork = multiprocessing.get_context("fork")
-    runs = {n: fork.Process(target=go_on, args=(tmp_path, p), kwargs={"name": n}) for n, p in proofs.items()}
+    runs = {n: fork.Process(target=run, args=(n, proof, 60, tmp_path)) for n, proof in proofs.items()}
     for process in runs.values():
         process.start()
     wait_until(lambda: waits.exists() and bool(waits.read_text()))
     unit = psutil.Process(int(waits.read_text()))
     runs["killed"].kill()
     assert not all_ended([unit])
-    assert saved(tmp_path, "killed")["figures"] == {"seen": 2, "most_max": 9, "last": "0", "units": 1}
-    assert go_on(tmp_path, proofs["killed"], name="killed")["figures"]["seen"] == 6
+    assert saved("killed", tmp_path)["figures"] == {"seen": 2, "most_max": 9, "last": "0", "units": 1}
+    assert run("killed", proofs["killed"], root=tmp_path)["figures"]["seen"] == 6
     runs["other"].join(30)
-    assert saved(tmp_path, "other")["figures"]["units"] == 3 and not list(tmp_path.glob("soak-*.draft"))
+    assert saved("other", tmp_path)["figures"]["units"] == 3
 
 
 def test_figures_of_several_units() -> None:
@@ -120,15 +124,6 @@ def test_every_proof_names_tests_that_are_there(tmp_path: Path) -> None:
         paths = [word for word in proof.command(tmp_path, 0) if word.endswith(".py")]
         assert all(Path(__file__).parents[2].joinpath(path).exists() for path in paths)
     assert of_test("x", ("n", 1), "", A=1).env == {"A": "1"}
-
-
-def test_the_tree_is_of_the_source_alone(tmp_path: Path) -> None:
-    trees = []
-    for name in ("engine/a.py", "docs/results/soak-toy.json", "tests/__pycache__/a.pyc", "tests/a.py"):
-        tmp_path.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
-        tmp_path.joinpath(name).write_text("1")
-        trees.append(source_tree(tmp_path))
-    assert trees[0] == trees[1] == trees[2] != trees[3]
 
 
 def test_a_large_store_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,9 @@
     make soak PROOF=kills [SECONDS=7200]   # goes on with it for so long at most (a unit is finished)
 
 A unit is a process that reports figures (runs.report). After each, docs/results/soak-NAME.json is replaced:
-whole numbers are summed, other figures are the last unit's. The next run goes on from it, in any checkout whose
-source has the same hash; of another source a proof begins anew. A unit that fails counts nothing and ends the
-run; `failed` lists the numbers of such units. Proofs of different names may run at once. A kill loses one unit.
+whole numbers are summed, other figures are the last unit's. The next run goes on from it, in any checkout, if
+the source has the same hash; else the proof begins anew. A unit that fails counts nothing and ends the run:
+`failed` lists the numbers of such units. Proofs of different names may run at once. A kill loses one unit.
 """
 
 from __future__ import annotations
@@ -29,12 +29,9 @@ from undertow.bench.machine import ROOT, commit, describe, source_tree
 
 from . import large_store
 
-RESULTS = ROOT / "docs" / "results"
-WORK = ROOT / "build" / "soak"
 BUDGET_S = 7_200.0
 
 Figures = dict[str, Any]
-Tell = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -90,17 +87,14 @@ PROOFS: dict[str, Proof] = {
 }
 
 
-def saved(results: Path, name: str) -> Figures:
+def path_of(name: str, root: Path) -> Path:
+    return root / "docs" / "results" / f"soak-{name}.json"
+
+
+def saved(name: str, root: Path = ROOT) -> Figures:
     """What the file of a proof says; empty without one. Of an earlier source it may have any shape."""
-    path = results / f"soak-{name}.json"
+    path = path_of(name, root)
     return dict(json.loads(path.read_text())) if path.exists() else {}
-
-
-def keep(results: Path, name: str, state: Figures) -> None:
-    results.mkdir(parents=True, exist_ok=True)
-    draft = results / f"soak-{name}.draft"
-    draft.write_text(json.dumps(state) + "\n")
-    draft.replace(results / f"soak-{name}.json")  # a kill leaves the former file whole
 
 
 def progress(proof: Proof, state: Figures, tree: str) -> str:
@@ -138,33 +132,24 @@ def figures_of(proof: Proof, folder: Path, n: int) -> Figures:
     return reduce(added, told)
 
 
-def begun(name: str, proof: Proof, state: Figures, tree: str, folder: Path, tell: Tell) -> Figures:
+def begun(name: str, proof: Proof, state: Figures, tree: str, folder: Path) -> Figures:
     """The state to go on from: that of the file, or an empty one."""
     here = state.get("source") == tree
     if here and (state["reached"] or folder.exists() or not proof.keeps):
         return state
     if state:
         why = "the store of its units is gone" if here else "its file is of an earlier source"
-        tell(f"{name}: begins anew, as {why}; git has what was committed")
+        print(f"{name}: begins anew, as {why}; git has what was committed", flush=True)
     shutil.rmtree(folder.parent, ignore_errors=True)
     about = {"soak": name, "command": f"make soak PROOF={name}", "source": tree, "goal": dict([proof.goal])}
     return {**about, "failed": state["failed"] if here else [], "elapsed_s": 0.0, "figures": {}}
 
 
-def run(
-    name: str,
-    proof: Proof,
-    *,
-    seconds: float = BUDGET_S,
-    results: Path = RESULTS,
-    work: Path = WORK,
-    source: Callable[[], str] = source_tree,
-    tell: Tell = print,
-) -> Figures:
+def run(name: str, proof: Proof, seconds: float = BUDGET_S, root: Path = ROOT) -> Figures:
     """Go on with a proof until its goal is reached or the time is up. Its state. RuntimeError."""
-    tree, began_s = source(), time.monotonic()
-    folder = work / name / tree
-    state = begun(name, proof, saved(results, name), tree, folder, tell)
+    tree, began_s = source_tree(root), time.monotonic()
+    folder = root / "build" / "soak" / name / tree
+    state = begun(name, proof, saved(name, root), tree, folder)
     while proof.missing(state["figures"]) and time.monotonic() - began_s < seconds:
         n, unit_s, failure = state["figures"].get("units", 0), time.monotonic(), None
         try:
@@ -173,12 +158,15 @@ def run(
         except subprocess.CalledProcessError as error:
             state["failed"].append(n)
             failure = RuntimeError(f"unit {n} failed\n{error.stdout[-4_000:]}\n{error.stderr[-4_000:]}")
-        if source() != tree:
+        if source_tree(root) != tree:
             raise RuntimeError(f"the source changed during unit {n}, which counts nothing: run it again")
         reached = not proof.missing(state["figures"])
         state |= {"commit": commit(), "machine": describe(), "reached": reached}
-        keep(results, name, state)
-        tell(f"{name}: {progress(proof, state, tree)}, {state['elapsed_s']:,.0f} s")
+        draft = path_of(name, root).with_suffix(".draft")
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(state) + "\n")
+        draft.replace(path_of(name, root))  # a kill leaves the former file whole
+        print(f"{name}: {progress(proof, state, tree)}, {state['elapsed_s']:,.0f} s", flush=True)
         if failure:
             raise failure
     if not proof.missing(state["figures"]):
@@ -193,13 +181,13 @@ def main() -> int:
     asked = parser.parse_args()
     try:
         for name in asked.proof:
-            run(name, PROOFS[name], seconds=asked.seconds, tell=lambda line: print(line, flush=True))
+            run(name, PROOFS[name], asked.seconds)
     except RuntimeError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
     tree = source_tree()
     for name, proof in PROOFS.items() if not asked.proof else ():
-        print(f"{name:17} {progress(proof, saved(RESULTS, name), tree)}: {proof.about}")
+        print(f"{name:17} {progress(proof, saved(name), tree)}: {proof.about}")
     return 0
 
 
