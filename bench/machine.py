@@ -74,11 +74,8 @@ def commit(root: Path = ROOT) -> str | None:
     head = subprocess.run([*ask, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
     if head.returncode:
         return None
-    changed = subprocess.run(
-        [*ask, "status", "--porcelain", "--untracked-files=no", ":!docs/results"],
-        capture_output=True,
-        text=True,
-    )
+    status = ("status", "--porcelain", "--untracked-files=no", ":!docs/results")
+    changed = subprocess.run([*ask, *status], capture_output=True, text=True)
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
