@@ -49,41 +49,36 @@ class Proof:
 
 
 def of_test(target: str, goal: tuple[str, int], about: str, **env: object) -> Proof:
-    """A unit is one run of some tests of the soak; SOAK_ROUND is its number."""
-    words = f"-m pytest -q -rs -m soak --timeout 0 -p no:cacheprovider {target}".split()
+    """A unit is one run of some tests, named from tests/; SOAK_ROUND is its number."""
+    words = f"-m pytest -q -rs -m soak --timeout 0 -p no:cacheprovider tests/{target}".split()
     values = {name: str(value) for name, value in env.items()}
     return Proof(lambda _folder, _n: (sys.executable, *words), goal, about, values)
 
 
-SIMULATION = "tests/soak/test_simulation.py"
-FILES = "tests/soak/test_damaged_files.py"
-SLOW = "tests/soak/test_cluster.py"
-LOG = "tests/soak/test_log_kills.py"
-OPENAPI = "tests/service/http/test_openapi.py"
-KILLS = "tests/engine/step/test_kill.py"
-CLUSTER = "tests/soak/test_cluster_kills.py -k"
-SERVICE = "tests/soak/test_service.py -k"
+SIMULATION = "soak/test_simulation.py"
+OPENAPI = "service/http/test_openapi.py"
+KILLS = "engine/step/test_kill.py"
+CLUSTER = "soak/test_cluster_kills.py -k"
+SERVICE = "soak/test_service.py -k"
 PROOFS: dict[str, Proof] = {
     "kills": of_test(KILLS, ("kills", 1_000), "kills of an ingest that decides", SOAK_KILLS=50),
-    "log-kills": of_test(f"{LOG} -k thousand", ("kills", 1_000), "of writers", SOAK_KILLS=50),
+    "log-kills": of_test("soak/test_log_kills.py -k thousand", ("kills", 1_000), "of writers", SOAK_KILLS=50),
     "isolation": of_test(
-        "tests/service/auth/test_isolation.py", ("steps", 100_000), "acts of tenants", ISOLATION_STEPS=5_000
+        "service/auth/test_isolation.py", ("steps", 100_000), "acts of tenants", ISOLATION_STEPS=5_000
     ),
     "openapi": of_test(OPENAPI, ("requests", 100_000), "half of them invalid", SOAK_EXAMPLES=60),
     "simulation": of_test(SIMULATION, ("seeds", 1_000), "of a simulated cluster", SOAK_SEEDS=20),
-    "files": of_test(FILES, ("cases", 100_000), "damaged files", SOAK_CASES=2_000),
-    "poison": of_test("tests/soak/test_poison.py", ("attacks", 30), "attacks on the local model"),
-    "prompts": of_test("tests/soak/test_prompts.py", ("cases", 20), "logs for the local model"),
-    "faults": of_test("tests/llm/test_faults.py", ("turns", 1), "LoCoMo's, with an LLM that fails"),
+    "files": of_test("soak/test_damaged_files.py", ("cases", 100_000), "damaged files", SOAK_CASES=2_000),
+    "poison": of_test("soak/test_poison.py", ("attacks", 30), "attacks on the local model"),
+    "prompts": of_test("soak/test_prompts.py", ("cases", 20), "logs for the local model"),
+    "faults": of_test("llm/test_faults.py", ("turns", 1), "LoCoMo's, with an LLM that fails"),
     "overload": of_test(f"{SERVICE} beyond", ("overloads", 20), "twice what the service can do"),
     "service-kills": of_test(f"{SERVICE} kill", ("service_kills", 20), "kills of the service under load"),
     "memory": of_test(f"{SERVICE} memory", ("minutes", 60), "of load, flat memory", SOAK_SECONDS=3_600),
     "bulk-kills": of_test(f"{CLUSTER} bulk", ("rounds", 8), "bulk ingests with kills", SOAK_SECONDS=300),
     "resharding-kills": of_test(f"{CLUSTER} resharding", ("reshardings", 50), "with kills", SOAK_SECONDS=300),
-    "slow-llm": of_test(SLOW, ("runs", 1), "an LLM that falls behind", SOAK_SECONDS=1_800),
-    "large-store": Proof(
-        large_store.command, ("units", len(large_store.units())), "of 10 M turns", keeps=True
-    ),
+    "slow-llm": of_test("soak/test_cluster.py", ("runs", 1), "an LLM that falls behind", SOAK_SECONDS=1_800),
+    "large-store": Proof(large_store.command, ("units", len(large_store.units())), "10 M turns", keeps=True),
 }
 
 
