@@ -181,7 +181,7 @@ dist: $(SETUP) ## the wheel of the last commit in dist/: the same bytes each tim
 	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(VENV)/bin/pip wheel --quiet --no-deps --no-build-isolation \
 		--wheel-dir dist ./build/wheel && sha256sum dist/*.whl
 
-soak: $(SETUP) ## the long proofs: PROOF=NAME goes on with one (several in quotes), for SECONDS=7200 each; else they are listed
+soak: $(SETUP) ## the long proofs: PROOF=NAME goes on with one (several in quotes) from its file in docs/results, for SECONDS=7200 each; else they are listed
 	$(call say,soak)
 	@$(VENV)/bin/python -m tests.support.soak.proofs $(PROOF) --seconds $(SECONDS)
 

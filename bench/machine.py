@@ -67,16 +67,15 @@ def versions() -> dict[str, str]:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """The commit of a checkout, with a + where files differ from it; None outside a checkout."""
+    """The commit of a checkout, with a + where files but results differ; None outside a checkout."""
     if shutil.which("git") is None or not (root / ".git").exists():
         return None
     ask = ["git", "-C", str(root)]
     head = subprocess.run([*ask, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
     if head.returncode:
         return None
-    changed = subprocess.run(
-        [*ask, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True
-    )
+    status = ("status", "--porcelain", "--untracked-files=no", ":!docs/results")
+    changed = subprocess.run([*ask, *status], capture_output=True, text=True)
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 

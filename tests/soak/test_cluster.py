@@ -27,7 +27,7 @@ from undertow.engine.storage.location import Location
 from ..support.cluster.in_process import cluster_state, settings
 from ..support.faults.harness import PARKING, RATES, assert_same_state
 from ..support.soak.cluster import TENANTS, alone, assert_all_stored, beside, ray_here, turn
-from ..support.soak.runs import MIB, Memory, report_timed, soak_s
+from ..support.soak.runs import MIB, Memory, report, soak_s
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7_200)]
 SEED_TURNS = 20
@@ -123,7 +123,7 @@ def sample(cluster: Cluster, memories: dict[str, Memory], seen: Counter[str], no
     return undecided if all("pid" in state for state in states.values()) else None
 
 
-def test_slow_llm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_llm(tmp_path: Path) -> None:
     """Queues stay at their bounds and memory flat, though the LLM falls behind all the time."""
     root, warm_s = Location.of(tmp_path / "root"), min(WARM_UP_S, soak_s())
     seconds = warm_s + soak_s()
@@ -164,9 +164,7 @@ def test_slow_llm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "running_jobs": max(Counter(shards).values()),
         "llm_in_flight": IN_FLIGHT,
     }
-    report_timed(
-        capsys,
-        "slow-llm",
+    report(
         runs=1,
         acked_turns=press.acked.total(),
         new_turns_per_s=NEW_TURNS_PER_S,

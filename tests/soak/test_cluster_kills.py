@@ -34,7 +34,7 @@ from ..support.faults.harness import (
     write_log,
 )
 from ..support.soak.cluster import TENANTS, alone, assert_all_stored, beside, ray_here, turn
-from ..support.soak.runs import report_timed, soak_round, soak_s
+from ..support.soak.runs import report, soak_round, soak_s
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7_200)]
 THETAS = ("--theta-sim", "0.5", "--theta-merge", "0.6", "--theta-count", "3")
@@ -50,7 +50,7 @@ def write_logs(folder: Path, seed: int) -> Path:
     return folder
 
 
-def test_bulk_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bulk_kills(tmp_path: Path) -> None:
     """Shards, workers and the driver of a bulk ingest are killed; the same command ends it."""
     began_s, rounds, turns = time.monotonic(), 0, 0
     killed: Counter[str] = Counter()
@@ -68,15 +68,7 @@ def test_bulk_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             expected = end_state(folder / "alone")
             assert_same_state(cluster_state(Location.of(folder / "root")), expected)
             rounds += 1
-    report_timed(
-        capsys,
-        "bulk-kills",
-        rounds=rounds,
-        kills=dict(killed),
-        turns=turns,
-        elapsed_s=round(time.monotonic() - began_s, 1),
-        equal_to_one_process=True,
-    )
+    report(rounds=rounds, kills=dict(killed), turns=turns, equal_to_one_process=True)
     assert killed["driver"] and killed["shard"] and killed["worker"], killed
 
 
@@ -125,7 +117,7 @@ class Traffic:
             stop.wait(1.0)
 
 
-def test_resharding_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resharding_kills(tmp_path: Path) -> None:
     """Shards are added and removed again and again under traffic, while movers and shards are killed."""
     began_s, rng = time.monotonic(), random.Random(8 + 100 * soak_round())
     root = Location.of(tmp_path / "root")
@@ -153,15 +145,12 @@ def test_resharding_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     for name in (root / STORES).children():
         if name not in load(root).shards:
             assert not end_state(root / STORES / name).exports, f"{name} has kept tenants"
-    report_timed(
-        capsys,
-        "resharding-kills",
+    report(
         reshardings=len(sizes),
         shards=sizes,
         tenants_moved_by_the_last_commands=moved,
         kills=dict(killed),
         acked_turns=traffic.acked.total(),
-        elapsed_s=round(time.monotonic() - began_s, 1),
         equal_to_one_process=True,
     )
     assert killed["mover"] or killed["shard"], killed

@@ -149,9 +149,9 @@ def test_some_damaged_files_are_refused_or_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_damaged_files_are_refused_or_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_files_are_refused_or_whole(tmp_path: Path) -> None:
     found = cases(tmp_path, 1_000 + soak_round() * CASES, CASES)
     assert (
         found["export_taken"] < found["export_refused"] / 10 and found["store_changed"] < found["store_taken"]
     )
-    report(capsys, "files", "make soak PROOF=files", cases=found.total(), outcomes=dict(found))
+    report(cases=found.total(), outcomes=dict(found))

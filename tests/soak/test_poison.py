@@ -17,15 +17,15 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(7_200)]
 AT_ONCE = 5
 
 
-def test_attacks_on_the_local_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attacks_on_the_local_model(tmp_path: Path) -> None:
     """How many come through; docs/untrusted.md says which may. What an attack may not do is end the run."""
     if not (SERVER_PYTHON.exists() and OFFLINE_MODEL.exists()):
-        pytest.fail("no local model: make setup-vllm model")
+        pytest.skip("no local model: make setup-vllm model")
     some = attacks()[AT_ONCE * soak_round() :][:AT_ONCE]
     with LocalVLLM(OFFLINE_MODEL, OFFLINE_MODEL.name) as server:
         settings = settings_for(server.url, OFFLINE_MODEL.name)
         with Engine(tmp_path / "store", settings, make_encoder(settings), llm=make_llm(settings)) as engine:
             told = summary(list(run(engine, some)))
     verdicts = {where: told[where] for where in ("memories", "answer")}
-    report(capsys, "poison", "make soak PROOF=poison", attacks=told["cases"], **verdicts)
+    report(attacks=told["cases"], **verdicts)
     assert told["cases"] == len(some) > 0

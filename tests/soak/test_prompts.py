@@ -13,12 +13,12 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(7_200)]
 RESULT = PROJECT_ROOT / "docs" / "results" / "prompt-suite.json"
 
 
-def test_what_the_local_model_makes_of_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_local_model_makes_of_the_prompts() -> None:
     if not (SERVER_PYTHON.exists() and OFFLINE_MODEL.exists()):
         pytest.skip("no local model: make setup-vllm model")
     with LocalVLLM(OFFLINE_MODEL, OFFLINE_MODEL.name) as server:
         told = measure(settings_for(server.url, OFFLINE_MODEL.name), RESULT)
-    report(capsys, "prompts", "make soak PROOF=prompts", cases=told["cases"])
+    report(cases=told["cases"])
     assert told["cases"] == 20
     # measured: 0.83 and 0.97
     assert told["found"]["share"] >= 0.7 and told["facts_dated"]["share"] >= 0.85

@@ -2,46 +2,114 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import sys
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from undertow.bench.machine import source_tree
 
+from ..support.cluster.processes import all_ended
+from ..support.llm_servers import wait_until
 from ..support.soak import large_store
-from ..support.soak.proofs import PROOFS, Proof, added, of_test, run
+from ..support.soak.proofs import PROOFS, Proof, added, of_test, path_of, progress, run, saved
 
-COUNTING = (
-    'import json, sys; print(json.dumps({"seen": 2, "most_max": 9 - int(sys.argv[1]), "last": sys.argv[1]}))'
-)
+COUNTING = """
+import os, sys, time
+from pathlib import Path
+from tests.support.soak.runs import report
+n = int(sys.argv[1])
+report(seen=2, most_max=9 - n, last=str(n))
+"""
 
 
-def counting(code: str = COUNTING) -> Proof:
-    return Proof(lambda _folder, n: (sys.executable, "-c", code, str(n)), ("seen", 5), "counts by two")
+def counting(code: str = "", **more: Any) -> Proof:
+    words = (sys.executable, "-c", COUNTING + code)
+    return Proof(lambda _folder, n: (*words, str(n)), ("seen", 5), "counts by two", **more)
 
 
-def test_counts_add_up_over_runs_of_one_tree(tmp_path: Path) -> None:
-    told: list[str] = []
+TOY = counting()
+
+
+def change_source(root: Path) -> None:
+    (root / "engine").mkdir()
+    (root / "engine" / "new.py").touch()
+
+
+def test_counts_add_up_over_runs_of_one_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seconds, units in ((0.0, 0), (0.001, 1), (60.0, 3), (60.0, 3)):
-        counts = run(
-            "toy", counting(), seconds=seconds, state=tmp_path / "tree", results=tmp_path, tell=told.append
-        )
-        assert (counts["units"], counts.get("seen", 0)) == (units, 2 * units)
-        assert (tmp_path / "soak-toy.json").exists() == (units == 3)
-    result = json.loads((tmp_path / "soak-toy.json").read_text())
-    assert (result["seen"], result["most_max"], result["last"]) == (6, 9, "2")
-    assert result["source"] == "tree" and result["command"] == "make soak PROOF=toy"
-    assert len(told) == 3 and told[-1].startswith("toy: 6 of 5 seen")
-    assert run("toy", counting(), seconds=0.0, state=tmp_path / "other", results=tmp_path)["units"] == 0
+        figures = run("toy", TOY, seconds, tmp_path)["figures"]
+        assert (figures.get("units", 0), figures.get("seen", 0)) == (units, 2 * units)
+        assert saved("toy", tmp_path).get("reached") == {0: None, 1: False, 3: True}[units]
+    state = saved("toy", tmp_path)
+    assert state["figures"] == {"seen": 6, "most_max": 9, "last": "2", "units": 3}
+    about = [state[name] for name in ("source", "command", "goal", "failed")]
+    assert about == [source_tree(tmp_path), "make soak PROOF=toy", {"seen": 5}, []] and state["elapsed_s"] > 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and lines[-1].startswith("toy: 6 of 5 seen")
 
 
-def test_a_unit_that_fails_counts_nothing(tmp_path: Path) -> None:
-    for code in ("raise SystemExit('the disk is full')", "print('no figures')"):
-        with pytest.raises(RuntimeError, match="unit 0 failed"):
-            run("toy", counting(code), state=tmp_path, results=tmp_path)
-    assert not list(tmp_path.iterdir())
+def test_a_proof_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """When the source is another, and when it needs a store that is gone."""
+    run("toy", TOY, 0.001, tmp_path)
+    change_source(tmp_path)
+    assert progress(TOY, saved("toy", tmp_path), source_tree(tmp_path)) == "2 of 5 seen on an earlier source"
+    for proof in (TOY, counting(keeps=True)):
+        assert run("toy", proof, 0.001, tmp_path)["figures"]["units"] == 1
+    assert capsys.readouterr().out.count("begins anew") == 2
+
+
+def test_files_of_earlier_shapes_are_of_an_earlier_source(tmp_path: Path) -> None:
+    assert all(progress(proof, saved(name), "tree") for name, proof in PROOFS.items())
+    run("toy", TOY, 0.001, tmp_path)
+    path_of("toy", tmp_path).write_text('{"soak": "toy", "seen": 4, "seconds": 600.0}')
+    assert progress(TOY, saved("toy", tmp_path), "tree") == "4 of 5 seen on an earlier source"
+    assert run("toy", TOY, root=tmp_path)["figures"]["seen"] == 6
+
+
+def test_a_unit_that_fails_is_recorded_and_counts_nothing(tmp_path: Path) -> None:
+    run("toy", TOY, 0.001, tmp_path)
+    for failed in ([1], [1, 1]):
+        with pytest.raises(RuntimeError, match="unit 1 failed\n\nthe disk is full"):
+            run("toy", counting("sys.exit('the disk is full')"), root=tmp_path)
+        assert saved("toy", tmp_path)["failed"] == failed
+    with pytest.raises(RuntimeError, match="unit 1 told nothing"):
+        run("toy", Proof(lambda *_: ("true",), TOY.goal, ""), root=tmp_path)
+    told = progress(TOY, saved("toy", tmp_path), source_tree(tmp_path))
+    assert told == "2 of 5 seen, failed units: [1, 1]"
+    state = run("toy", TOY, root=tmp_path)
+    assert (state["figures"]["seen"], state["failed"]) == (6, [1, 1])
+    change_source(tmp_path)
+    assert run("toy", TOY, 0.001, tmp_path)["failed"] == []
+    with pytest.raises(RuntimeError, match="the source changed during unit 1"):
+        run("toy", counting(f"Path({str(tmp_path / 'engine' / 'new.py')!r}).unlink()"), root=tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:lance is not fork-safe")  # nothing of it is open here
+def test_a_kill_loses_the_unit_under_way_alone(tmp_path: Path) -> None:
+    """Two proofs at once, and one of them is killed in its second unit, whose process ends too."""
+    waits = tmp_path / "waits"
+    code = f"""
+if n == 1 and not Path({str(waits)!r}).exists():
+    Path({str(waits)!r}).write_text(f"{{os.getpid()}}")
+    time.sleep(60)
+"""
+    proofs = {"killed": counting(code), "other": TOY}
+    fork = multiprocessing.get_context("fork")
+    runs = {n: fork.Process(target=run, args=(n, proof, 60, tmp_path)) for n, proof in proofs.items()}
+    for process in runs.values():
+        process.start()
+    wait_until(lambda: waits.exists() and bool(waits.read_text()))
+    unit = psutil.Process(int(waits.read_text()))
+    runs["killed"].kill()
+    assert not all_ended([unit])
+    assert saved("killed", tmp_path)["figures"] == {"seen": 2, "most_max": 9, "last": "0", "units": 1}
+    assert run("killed", proofs["killed"], root=tmp_path)["figures"]["seen"] == 6
+    runs["other"].join(30)
+    assert saved("other", tmp_path)["figures"]["units"] == 3
 
 
 def test_figures_of_several_units() -> None:
@@ -56,16 +124,15 @@ def test_every_proof_names_tests_that_are_there(tmp_path: Path) -> None:
         paths = [word for word in proof.command(tmp_path, 0) if word.endswith(".py")]
         assert all(Path(__file__).parents[2].joinpath(path).exists() for path in paths)
     assert of_test("x", ("n", 1), "", A=1).env == {"A": "1"}
-    assert source_tree() == source_tree()
 
 
 def test_a_large_store_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """2,000 turns through ingest, upgrade, reindex, export, import and erasure; each unit may run twice."""
-    for name, value in {"TURNS": 2_000, "TENANT_TURNS": 50, "PARTS": 2}.items():
+    """240 turns through ingest, upgrade, reindex, export, import and erasure; each unit may run twice."""
+    for name, value in {"TURNS": 240, "TENANT_TURNS": 20, "PARTS": 2}.items():
         monkeypatch.setattr(large_store, name, value)
     assert len(large_store.units()) == 9
     for stage, part in large_store.units():
         for _ in range(2 if part else 1):
             turns = large_store.DO[stage](tmp_path, part)
-        assert turns == {"erase": 200}.get(stage, 2_000 if stage in large_store.WHOLE else 1_000)
+        assert turns == {"erase": 40}.get(stage, 240 if stage in large_store.WHOLE else 120)
     assert large_store.disk_bytes(tmp_path) > 100_000

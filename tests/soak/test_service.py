@@ -31,9 +31,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Filled:
     return Filled.make(Checkout(), WORLD, tmp_path_factory.mktemp("service") / "filled")
 
 
-def test_beyond_what_it_can_do_it_refuses_and_recovers(
-    filled: Filled, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_beyond_what_it_can_do_it_refuses_and_recovers(filled: Filled) -> None:
     told = overload_part(filled, MIX, DURABILITY, STRETCH_S)
     for stretch in (told["beyond"], told["after"]):
         assert set(stretch["statuses"]) <= {"200", "429"}, stretch["statuses"]
@@ -42,23 +40,21 @@ def test_beyond_what_it_can_do_it_refuses_and_recovers(
     after = told["after"]["statuses"]
     assert after["200"] >= 0.9 * sum(after.values()), after
     statuses = {name: told[name]["statuses"] for name in ("beyond", "after")}
-    report(capsys, "overload", "make soak PROOF=overload", overloads=1, statuses=statuses)
+    report(overloads=1, statuses=statuses)
 
 
-def test_a_kill_loses_nothing_that_was_acknowledged(
-    filled: Filled, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kill_loses_nothing_that_was_acknowledged(filled: Filled) -> None:
     told = kill_part(filled, MIX, DURABILITY, STRETCH_S)
     assert told["of_them_under_load"], "nothing was stored before the kill"
     assert told["statuses"].get("0"), "the kill came after the load"
     assert told["lost_turns"] == told["doubled_turns"] == 0
     assert set(told["statuses"]) <= {"200", "429", "0"}, told["statuses"]
     figures = {name: told[name] for name in ("acknowledged_turns", "lost_turns", "doubled_turns")}
-    report(capsys, "service-kills", "make soak PROOF=service-kills", service_kills=1, **figures)
+    report(service_kills=1, **figures)
 
 
-def test_memory_is_flat_but_for_what_is_stored(filled: Filled, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_is_flat_but_for_what_is_stored(filled: Filled) -> None:
     told = memory_part(filled, MIX, DURABILITY, soak_s(), RATE)
     allowed = NOISE_MIB_PER_MIN + told["added_turns_per_min"] * BYTES_A_TURN / 2**20
-    report(capsys, "memory", "make soak PROOF=memory", minutes=int(soak_s() // 60), allowed=allowed, **told)
+    report(minutes=int(soak_s() // 60), allowed=allowed, **told)
     assert told["slope_mib_per_min"] <= allowed, told

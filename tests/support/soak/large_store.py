@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -33,6 +32,8 @@ from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.store_info import FORMAT_VERSION, read_info, write_info
 
+from .runs import report
+
 TURNS = int(os.environ.get("LARGE_TURNS", "10000000"))
 TENANT_TURNS = int(os.environ.get("LARGE_TENANT_TURNS", "1000"))
 PARTS = int(os.environ.get("LARGE_PARTS", "100"))
@@ -51,7 +52,7 @@ def units() -> list[tuple[str, int]]:
 
 
 def command(folder: Path, n: int) -> list[str]:
-    return [sys.executable, "-m", "tests.support.soak.large_store", str(folder / "large-store"), str(n)]
+    return [sys.executable, "-m", "tests.support.soak.large_store", str(folder), str(n)]
 
 
 def tenants(part: int | None = None) -> list[str]:
@@ -164,9 +165,7 @@ def main() -> None:
     turns = DO[stage](folder, part)
     spent_ms = round(1_000 * (time.monotonic() - began_s))
     figures = {"turns": turns, "ms": spent_ms, "rss_mib_max": peak_rss_bytes() >> 20}
-    print(json.dumps({stage: {**figures, "disk_mib_max": disk_bytes(folder) >> 20}}))
-    if (stage, part) == units()[-1]:
-        shutil.rmtree(folder)
+    report(**{stage: {**figures, "disk_mib_max": disk_bytes(folder) >> 20}})
 
 
 if __name__ == "__main__":

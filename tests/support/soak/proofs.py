@@ -3,10 +3,10 @@
     make soak                              # lists the proofs and how far each is
     make soak PROOF=kills [SECONDS=7200]   # goes on with it for so long at most (a unit is finished)
 
-A unit is a process that ends in figures: a test that reports them (runs.report), or a program whose last line
-is one JSON object. What it counts (whole numbers) is added to `build/soak/TREE/NAME.json`; other figures are
-those of the last unit. TREE is the hash of the source: a change of documents loses nothing. Once the goal is
-reached, docs/results/soak-NAME.json is written. A unit that fails ends the run and counts nothing.
+A unit is a process that reports figures (runs.report). After each, docs/results/soak-NAME.json is replaced:
+whole numbers are summed, other figures are the last unit's. The next run goes on from it, in any checkout, if
+the source has the same hash; else the proof begins anew. A unit that fails counts nothing and ends the run:
+`failed` lists the numbers of such units. Proofs of different names may run at once. A kill loses one unit.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -21,18 +22,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from undertow.bench.machine import ROOT, commit, describe, source_tree
 
 from . import large_store
 
-RESULTS = ROOT / "docs" / "results"
-STATE = ROOT / "build" / "soak"
 BUDGET_S = 7_200.0
-# figures of a unit that the result names once
-ABOUT = ("soak", "command", "commit", "machine", "load", "seconds")
 
 Figures = dict[str, Any]
 
@@ -45,57 +42,62 @@ class Proof:
     goal: tuple[str, int]
     about: str
     env: Mapping[str, str] = field(default_factory=dict)
+    keeps: bool = False  # a unit needs what the former ones have left in the folder
 
-    def missing(self, counts: Figures) -> int:
-        return max(0, self.goal[1] - int(counts.get(self.goal[0], 0)))
+    def missing(self, figures: Figures) -> bool:
+        return bool(figures.get(self.goal[0], 0) < self.goal[1])
 
 
 def of_test(target: str, goal: tuple[str, int], about: str, **env: object) -> Proof:
-    """A unit is one run of some tests of the soak; SOAK_ROUND is its number."""
-    words = ("-m", "pytest", "-q", "-m", "soak", "--timeout", "0", "-p", "no:cacheprovider", *target.split())
+    """A unit is one run of some tests, named from tests/; SOAK_ROUND is its number."""
+    words = f"-m pytest -q -rs -m soak --timeout 0 -p no:cacheprovider tests/{target}".split()
     values = {name: str(value) for name, value in env.items()}
     return Proof(lambda _folder, _n: (sys.executable, *words), goal, about, values)
 
 
-SIMULATION = "tests/soak/test_simulation.py"
-FILES = "tests/soak/test_damaged_files.py"
-SLOW = "tests/soak/test_cluster.py"
-LOG = "tests/soak/test_log_kills.py"
-OPENAPI = "tests/service/http/test_openapi.py"
-KILLS = "tests/engine/step/test_kill.py"
-CLUSTER = "tests/soak/test_cluster_kills.py -k"
-SERVICE = "tests/soak/test_service.py -k"
+SIMULATION = "soak/test_simulation.py"
+OPENAPI = "service/http/test_openapi.py"
+KILLS = "engine/step/test_kill.py"
+CLUSTER = "soak/test_cluster_kills.py -k"
+SERVICE = "soak/test_service.py -k"
 PROOFS: dict[str, Proof] = {
     "kills": of_test(KILLS, ("kills", 1_000), "kills of an ingest that decides", SOAK_KILLS=50),
-    "log-kills": of_test(f"{LOG} -k thousand", ("kills", 1_000), "of writers", SOAK_KILLS=50),
+    "log-kills": of_test("soak/test_log_kills.py -k thousand", ("kills", 1_000), "of writers", SOAK_KILLS=50),
     "isolation": of_test(
-        "tests/service/auth/test_isolation.py", ("steps", 100_000), "acts of tenants", ISOLATION_STEPS=5_000
+        "service/auth/test_isolation.py", ("steps", 100_000), "acts of tenants", ISOLATION_STEPS=5_000
     ),
     "openapi": of_test(OPENAPI, ("requests", 100_000), "half of them invalid", SOAK_EXAMPLES=60),
     "simulation": of_test(SIMULATION, ("seeds", 1_000), "of a simulated cluster", SOAK_SEEDS=20),
-    "files": of_test(FILES, ("cases", 100_000), "damaged files", SOAK_CASES=2_000),
-    "poison": of_test("tests/soak/test_poison.py", ("attacks", 30), "attacks on the local model"),
-    "prompts": of_test("tests/soak/test_prompts.py", ("cases", 20), "logs for the local model"),
-    "faults": of_test("tests/llm/test_faults.py", ("turns", 1), "LoCoMo's, with an LLM that fails"),
+    "files": of_test("soak/test_damaged_files.py", ("cases", 100_000), "damaged files", SOAK_CASES=2_000),
+    "poison": of_test("soak/test_poison.py", ("attacks", 30), "attacks on the local model"),
+    "prompts": of_test("soak/test_prompts.py", ("cases", 20), "logs for the local model"),
+    "faults": of_test("llm/test_faults.py", ("turns", 1), "LoCoMo's, with an LLM that fails"),
     "overload": of_test(f"{SERVICE} beyond", ("overloads", 20), "twice what the service can do"),
     "service-kills": of_test(f"{SERVICE} kill", ("service_kills", 20), "kills of the service under load"),
     "memory": of_test(f"{SERVICE} memory", ("minutes", 60), "of load, flat memory", SOAK_SECONDS=3_600),
     "bulk-kills": of_test(f"{CLUSTER} bulk", ("rounds", 8), "bulk ingests with kills", SOAK_SECONDS=300),
     "resharding-kills": of_test(f"{CLUSTER} resharding", ("reshardings", 50), "with kills", SOAK_SECONDS=300),
-    "slow-llm": of_test(SLOW, ("runs", 1), "an LLM that falls behind", SOAK_SECONDS=1_800),
-    "large-store": Proof(large_store.command, ("units", len(large_store.units())), "a store of 10 M turns"),
+    "slow-llm": of_test("soak/test_cluster.py", ("runs", 1), "an LLM that falls behind", SOAK_SECONDS=1_800),
+    "large-store": Proof(large_store.command, ("units", len(large_store.units())), "10 M turns", keeps=True),
 }
 
 
-def kept(folder: Path, name: str) -> Figures:
-    """What runs of this tree have counted."""
-    path = folder / f"{name}.json"
-    return {"units": 0, "elapsed_s": 0.0, **(json.loads(path.read_text()) if path.exists() else {})}
+def path_of(name: str, root: Path) -> Path:
+    return root / "docs" / "results" / f"soak-{name}.json"
 
 
-def progress(proof: Proof, counts: Figures) -> str:
+def saved(name: str, root: Path = ROOT) -> Figures:
+    """What the file of a proof says; empty without one. Of an earlier source it may have any shape."""
+    path = path_of(name, root)
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def progress(proof: Proof, state: Figures, tree: str) -> str:
     wanted, number = proof.goal
-    return f"{counts.get(wanted, 0):,} of {number:,} {wanted}"
+    line = f"{state.get('figures', state).get(wanted, 0):,} of {number:,} {wanted}"
+    if state and state.get("source") != tree:
+        return f"{line} on an earlier source"
+    return f"{line}, failed units: {state['failed']}" if state.get("failed") else line
 
 
 def added(counts: Figures, more: Figures) -> Figures:
@@ -113,49 +115,58 @@ def added(counts: Figures, more: Figures) -> Figures:
 
 
 def figures_of(proof: Proof, folder: Path, n: int) -> Figures:
-    """Run a unit. RuntimeError: it failed, or told nothing."""
-    with TemporaryDirectory(prefix="undertow-soak-") as out:
-        env = {**os.environ, **proof.env, "SOAK_ROUND": str(n), "SOAK_OUT": out}
-        done = subprocess.run(proof.command(folder, n), cwd=ROOT, env=env, capture_output=True, text=True)
-        told = [json.loads(path.read_text()) for path in sorted(Path(out).glob("*.json"))]
-    last = done.stdout.strip().rpartition("\n")[2]
-    if not told and last.startswith("{"):
-        told = [json.loads(last)]
-    if done.returncode or not told:
-        raise RuntimeError(f"unit {n} failed\n{done.stdout[-4_000:]}\n{done.stderr[-4_000:]}")
-    counted = [{k: v for k, v in figures.items() if k not in ABOUT} for figures in told]
-    return reduce(added, counted)
+    """Run a unit. CalledProcessError: it failed. RuntimeError: it told nothing, as a skipped test."""
+    with NamedTemporaryFile("r", prefix="undertow-soak-") as out:
+        env = {**os.environ, **proof.env, "SOAK_ROUND": str(n), "SOAK_OUT": out.name}
+        # a unit ends with the run, even if that is killed: it must not work on beside the next one
+        command = ("setpriv", "--pdeathsig", "KILL", *proof.command(folder, n))
+        done = subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True)
+        told = [json.loads(line) for line in out]
+    if not told:
+        raise RuntimeError(f"unit {n} told nothing\n{done.stdout[-4_000:]}")
+    return reduce(added, told)
 
 
-def run(
-    name: str,
-    proof: Proof,
-    *,
-    seconds: float = BUDGET_S,
-    state: Path | None = None,
-    results: Path = RESULTS,
-    tell: Callable[[str], object] = print,
-) -> Figures:
-    """Go on with a proof until its goal is reached or the time is up. The counts. RuntimeError."""
-    folder = state or STATE / source_tree()
-    folder.mkdir(parents=True, exist_ok=True)
-    counts = kept(folder, name)
-    began_s = time.monotonic()
-    while proof.missing(counts) and time.monotonic() - began_s < seconds:
-        unit_s = time.monotonic()
-        more = figures_of(proof, folder, counts["units"])
-        spent_s = round(counts["elapsed_s"] + time.monotonic() - unit_s, 1)
-        counts = {**added(counts, {**more, "units": 1}), "elapsed_s": spent_s}
-        draft = folder / f"{name}.draft"
-        draft.write_text(json.dumps(counts))
-        draft.replace(folder / f"{name}.json")  # a kill leaves the former counts whole
-        tell(f"{name}: {progress(proof, counts)}, {spent_s:,.0f} s")
-    if not proof.missing(counts):
-        about: Figures = {"soak": name, "command": f"make soak PROOF={name}", "source": folder.name}
-        about |= {"commit": commit(), "machine": describe(), "goal": dict([proof.goal])}
-        results.mkdir(parents=True, exist_ok=True)
-        (results / f"soak-{name}.json").write_text(json.dumps({**about, **counts}) + "\n")
-    return counts
+def begun(name: str, proof: Proof, state: Figures, tree: str, folder: Path) -> Figures:
+    """The state to go on from: that of the file, or an empty one."""
+    here = state.get("source") == tree
+    if here and (state["reached"] or folder.exists() or not proof.keeps):
+        return state
+    if state:
+        why = "the store of its units is gone" if here else "its file is of an earlier source"
+        print(f"{name}: begins anew, as {why}; git has what was committed", flush=True)
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    about = {"soak": name, "command": f"make soak PROOF={name}", "source": tree, "goal": dict([proof.goal])}
+    return {**about, "failed": state["failed"] if here else [], "elapsed_s": 0.0, "figures": {}}
+
+
+def run(name: str, proof: Proof, seconds: float = BUDGET_S, root: Path = ROOT) -> Figures:
+    """Go on with a proof until its goal is reached or the time is up. Its state. RuntimeError."""
+    tree, began_s = source_tree(root), time.monotonic()
+    folder = root / "build" / "soak" / name / tree
+    state = begun(name, proof, saved(name, root), tree, folder)
+    while proof.missing(state["figures"]) and time.monotonic() - began_s < seconds:
+        n, unit_s, failure = state["figures"].get("units", 0), time.monotonic(), None
+        try:
+            state["figures"] = added(state["figures"], {**figures_of(proof, folder, n), "units": 1})
+            state["elapsed_s"] = round(state["elapsed_s"] + time.monotonic() - unit_s, 1)
+        except subprocess.CalledProcessError as error:
+            state["failed"].append(n)
+            failure = RuntimeError(f"unit {n} failed\n{error.stdout[-4_000:]}\n{error.stderr[-4_000:]}")
+        if source_tree(root) != tree:
+            raise RuntimeError(f"the source changed during unit {n}, which counts nothing: run it again")
+        reached = not proof.missing(state["figures"])
+        state |= {"commit": commit(), "machine": describe(), "reached": reached}
+        draft = path_of(name, root).with_suffix(".draft")
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(state) + "\n")
+        draft.replace(path_of(name, root))  # a kill leaves the former file whole
+        print(f"{name}: {progress(proof, state, tree)}, {state['elapsed_s']:,.0f} s", flush=True)
+        if failure:
+            raise failure
+    if not proof.missing(state["figures"]):
+        shutil.rmtree(folder.parent, ignore_errors=True)
+    return state
 
 
 def main() -> int:
@@ -165,12 +176,13 @@ def main() -> int:
     asked = parser.parse_args()
     try:
         for name in asked.proof:
-            run(name, PROOFS[name], seconds=asked.seconds, tell=lambda line: print(line, flush=True))
+            run(name, PROOFS[name], asked.seconds)
     except RuntimeError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
+    tree = source_tree()
     for name, proof in PROOFS.items() if not asked.proof else ():
-        print(f"{name:17} {progress(proof, kept(STATE / source_tree(), name))}: {proof.about}")
+        print(f"{name:17} {progress(proof, saved(name), tree)}: {proof.about}")
     return 0
 
 

@@ -1,8 +1,6 @@
 """What the long runs share: how long, where their figures go, and whether a process's memory grows.
 
-    SOAK_SECONDS=600 SOAK_OUT=docs/results pytest -m soak tests/soak
-
-SOAK_SECONDS: of each run, 600 unless said. SOAK_OUT: a folder for the figures, one JSON line a run.
+SOAK_SECONDS: of each run, 600 unless said. SOAK_OUT: a file for the figures. proofs.py sets both.
 """
 
 from __future__ import annotations
@@ -16,9 +14,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-import pytest
-
-from undertow.bench.machine import commit, describe
 
 DEFAULT_S = 600.0
 MIB = 2**20
@@ -33,29 +28,10 @@ def soak_round() -> int:
     return int(os.environ.get("SOAK_ROUND", "0"))
 
 
-def report_timed(capsys: pytest.CaptureFixture[str], name: str, **figures: Any) -> None:
-    """As `report`, of a run in tests/soak that takes as long as it is told."""
-    test = name.replace("-", "_")
-    command = f"SOAK_SECONDS={soak_s():g} SOAK_OUT=docs/results pytest -m soak tests/soak -k {test}"
-    report(capsys, name, command, seconds=soak_s(), **figures)
-
-
-def report(capsys: pytest.CaptureFixture[str], name: str, command: str, **figures: Any) -> None:
-    """Print the figures as one JSON line, and write them to SOAK_OUT."""
-    line = {
-        "soak": name,
-        "command": command,
-        "commit": commit(),
-        "machine": describe(),
-        "load": [round(load, 2) for load in os.getloadavg()],
-        **figures,
-    }
-    text = json.dumps(line)
-    with capsys.disabled():
-        print("\n" + text)
-    if folder := os.environ.get("SOAK_OUT"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / f"soak-{name}.json").write_text(text + "\n")
+def report(**figures: Any) -> None:
+    """Tell the figures of a unit: one more JSON line in SOAK_OUT, without it on stdout (see pytest -s)."""
+    with Path(os.environ.get("SOAK_OUT", "/dev/stdout")).open("a") as file:
+        file.write(json.dumps(figures) + "\n")
 
 
 def private_bytes(process: psutil.Process) -> int:
