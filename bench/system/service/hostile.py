@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ProcessPoolExecutor
 from itertools import cycle
+from multiprocessing import get_context
 from urllib.parse import urlencode, urlsplit
 
 from undertow.bench.system.service.open_loop import Caller, Outcome, run_loop
-from undertow.bench.system.service.parts import Figures, Filled, Load, Mix
+from undertow.bench.system.service.parts import Figures, Filled, Mix
 from undertow.bench.system.service.world import Request, Texts, request
 from undertow.engine.base.limits import MAX_FILTER_KEYS, MAX_FILTER_VALUES, MAX_MESSAGES, MAX_QUERY_CHARS
 
@@ -20,10 +22,15 @@ MESSAGES_A_TURN = 2
 
 def hostile_part(filled: Filled, mix: Mix, durability: str, seconds: float, rate: float) -> Figures:
     """The others' latencies without the tenant, with it, and without it again; and their ratio."""
-    with filled.loaded(mix, durability) as load:
+    spawned = get_context("spawn")
+    # a process of its own, as the others' client would wait for what it does with the answers
+    with filled.loaded(mix, durability) as load, ProcessPoolExecutor(1, spawned) as attacker:
+        attacker.submit(attacks, load.service.url, load.service.key).result()  # it has loaded what it needs
         load.at_rate(rate, min(seconds, 5.0))  # to warm up
         before, quiet = load.at_rate(rate, seconds)
-        (beside, attacked), sent = run_loop(_beside(load, seconds, rate))
+        sent = attacker.submit(_sent, load.service.url, load.service.key, seconds)
+        beside, attacked = load.at_rate(rate, seconds)
+        statuses = sent.result()
         _, after = load.at_rate(rate, seconds)
     ratios = {
         name: round(beside.p95_ms(adds=adds) / before.p95_ms(adds=adds), 2)
@@ -36,27 +43,27 @@ def hostile_part(filled: Filled, mix: Mix, durability: str, seconds: float, rate
         "others_beside_it": attacked,
         "others_alone_again": after,
         "p95_beside_over_alone": ratios,
-        "it_sent": sent,
+        "it_sent": {"statuses": statuses},
     }
 
 
-async def _beside(load: Load, seconds: float, rate: float) -> tuple[tuple[Outcome, Figures], Figures]:
-    caller, outcome = Caller(load.service.url), Outcome(0.0, seconds)
-    until_s = time.monotonic() + seconds
-    requests = cycle(attacks(load.service.url, load.service.key).values())
+def _sent(url: str, key: str, seconds: float) -> dict[str, int]:
+    """Send requests for so long, as many at once as may be; the statuses of the answers."""
+    outcome = Outcome(0.0, seconds)
+    run_loop(_attack(url, list(attacks(url, key).values()), outcome))
+    return {str(status): count for status, count in sorted(outcome.statuses.items())}
 
-    async def attack() -> None:
+
+async def _attack(url: str, requests: list[bytes], outcome: Outcome) -> None:
+    caller, following = Caller(url), cycle(requests)
+    until_s = time.monotonic() + outcome.seconds
+
+    async def send() -> None:
         while time.monotonic() < until_s:
-            await caller.run([Request(False, TENANT, next(requests))], [0.0], outcome)
+            await caller.run([Request(False, TENANT, next(following))], [0.0], outcome)
 
-    attackers = [asyncio.create_task(attack()) for _ in range(AT_ONCE)]
-    try:
-        return await load.at_rate_async(rate, seconds), {
-            "statuses": {str(status): n for status, n in sorted(outcome.statuses.items())}
-        }
-    finally:
-        await asyncio.gather(*attackers)
-        caller.close()
+    await asyncio.gather(*(send() for _ in range(AT_ONCE)))
+    caller.close()
 
 
 def attacks(url: str, key: str) -> dict[str, bytes]:
@@ -76,7 +83,7 @@ def attacks(url: str, key: str) -> dict[str, bytes]:
     def search(**more: object) -> bytes:
         return request(host, key, "POST", f"{base}/search", {"query": long_query, "top_k": 1_000, **more})
 
-    # made once, as this process sends the others' requests too; an add without a key is new each time
+    # an add without a key is new each time
     return {
         "add": add(),
         "search": search(),
