@@ -21,8 +21,8 @@ ADMISSION_S = 0.5
 STORING_PER_DECIDING = 9.0
 # A step admits for so long, and decides for so long, where searches wait for its end; at least so many turns
 # and records, as other threads may slow it down, and at most so many turns.
-BRIEF_S = 0.002
-LEAST_BRIEF = 8
+BRIEF_S = 0.001
+LEAST_BRIEF = 4
 QUICK_TURNS = 32
 # It decides so many records where none wait: enough to fill the gate's kernel.
 MOST_RECORDS = 8_192

@@ -87,6 +87,13 @@ class FairQueue:
         return command
 
 
+def put_off(commands: deque[Command], is_quick: Callable[[Command], bool], until: FairQueue) -> None:
+    """Move commands that are no longer quick to those for a thread."""
+    for _ in range(len(commands)):
+        command = commands.popleft()
+        (commands if is_quick(command) else until).append(command)
+
+
 def read_aside(
     journal: Journal, command: Command, waiting: FairQueue, obey: Callable[[Command], None]
 ) -> Callable[[], object] | None:

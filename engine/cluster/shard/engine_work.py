@@ -18,7 +18,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.trace_context import use_traceparent
 from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, SessionStart, TurnCall
-from undertow.engine.cluster.shard.commands import Command, FairQueue, NotYet, read_aside
+from undertow.engine.cluster.shard.commands import Command, FairQueue, NotYet, put_off, read_aside
 from undertow.engine.cluster.shard.quarantine import reason_of
 from undertow.engine.cluster.shard.quick import is_at_hand, is_quick_add, never, steps_quickly
 from undertow.engine.cluster.shard.supervisor import RETRY_S, ShardSupervisor, contained
@@ -168,15 +168,9 @@ class EngineWork:
         if quickly:
             if engine is None or not steps_quickly(engine):
                 return False
-            self._put_off_slow_waits()
+            put_off(self._waits, self._is_quick, self._long)
         self._work(apart=quickly)
         return True
-
-    def _put_off_slow_waits(self) -> None:
-        """What waits, and is no longer quick, is for a thread: one command at a time."""
-        for _ in range(len(self._waits)):
-            command = self._waits.popleft()
-            (self._waits if self._is_quick(command) else self._long).append(command)
 
     def long_part(self) -> Callable[[], object] | None:
         """What is left of a quick round for a thread: a commit, or one command; None: nothing.
