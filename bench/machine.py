@@ -14,7 +14,7 @@ from pathlib import Path
 from undertow.engine.encoders.model_files import BF16_UNITS
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = ("engine", "kernels", "prompts", "serving", "bench", "tests")
+SOURCE = ("engine", "kernels", "prompts", "serving", "bench", "tests", "locks")
 LOCOMO = ROOT.parent / "shared" / "data" / "locomo_dev.json"
 """Where benchmarks look for conversations unless told otherwise; the data is not ours to ship."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import GateReading, TurnView
 from undertow.engine.policies.recmem import RecMem
 from undertow.engine.policies.salience import Salience, best_for_their_length, information
+from undertow.engine.tenants.view import View as RealView
 from undertow.prompts.reply_schemas import (
     EpisodeDraft,
     EpisodesReply,
@@ -165,3 +167,37 @@ def test_a_failed_read_takes_nothing_from_what_recurred() -> None:
     assert [memory.text for memory in done.made("episode")] == ["They travel."]
     assert (done.outcome.decision, done.outcome.settled) == ("fired", (0, 1, 3))
     assert done.outcome.reason is not None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_turns_say_is_known_as_it_is_whatever_was_deleted_since_it_was_asked(
+    seed: int, tmp_path: Path
+) -> None:
+    rng, quiet = Random(seed), Salience(0, 0.3, 0)
+
+    def measure(turn: TurnView) -> int:
+        return information(" ".join(line.partition(": ")[2] for line in turn.messages))
+
+    with open_engine(tmp_path, MockLLM(), **SALIENT) as engine:
+        texts = [
+            " ".join(rng.choices(["thanks", "Lisbon", "Ann", "May", "ship", "7"], k=9)) for _ in range(40)
+        ]
+        ids = [receipt.id for receipt in engine.add_batch(said(*texts[:20]))]
+        engine.flush("ann")  # a record that is no turn
+        ids += [receipt.id for receipt in engine.add_batch(said(*texts)[20:])]
+        engine.drain()
+        while len(ids) > 8:
+            of = engine.tenants.existing("ann")
+            seen, last = RealView(of, of.next_seq, of.making), range(of.next_seq)
+            turns = [seq for seq in last if seq not in of._controls and of.exists(seq)]
+            asked = sorted(rng.sample(turns, min(8, len(turns))))
+            told = [[measure(of.turn(s)) for s in seen.turns_to(seq, 16)] for seq in asked]
+            found = seen.look_back(asked, 16, measure)
+            assert [[n for n in row if n >= 0] for row in found.tolist()] == told
+            speak = [row[-1] >= sorted(row)[int(0.3 * (len(row) - 1))] for row in told]
+            assert quiet.speaking(asked, seen) == tuple(s for s, yes in zip(asked, speak, strict=True) if yes)
+            for id in rng.sample(ids, 8):
+                ids.remove(id)
+                assert id is not None
+                engine.delete(id, tenant="ann")
+            engine.drain()

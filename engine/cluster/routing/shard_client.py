@@ -139,7 +139,11 @@ class ShardClient:
             if settling and not self._under_way:
                 await self._regroup()
             elif settling or not self._queue or not self._may_send:
-                await self._news.wait()
+                try:
+                    async with asyncio.timeout(self._settings.patience_s):
+                        await self._news.wait()
+                except TimeoutError:  # is the process still the shard's where calls have been for so long?
+                    await self._end_session()
                 self._news.clear()
             elif self._token is not None or await self._greet():
                 await self._dispatch(self._queue[0])

@@ -16,7 +16,8 @@ from undertow.engine.cluster.shard.quarantine import reason_of
 
 log = logging.getLogger(__name__)
 
-# Between two rounds on a loop. A request that a round has ended needs as many until its response is sent.
+# Of the loop between two rounds. A request that a round has ended needs so many until its response is sent;
+# what comes meanwhile waits for them.
 ITERATIONS = 6
 
 
@@ -141,7 +142,7 @@ class LoopDriver:
             self._next = self._loop.call_soon(self._round, iterations - 1, context=self._context)
             return
         self._next, self._next_is_due = None, False
-        if not self._may_go_on:
+        if self._ended.is_set() or not self._may_go_on:
             return
         if self._stopping:
             self._under_way = self._pool.submit(self._end)

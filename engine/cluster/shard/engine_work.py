@@ -292,7 +292,8 @@ class EngineWork:
 
     def _obey(self, command: Command) -> None:
         """Run one command: for the first time, or again where it was put off."""
-        self._asked_s = time.monotonic()
+        if not command.future.running():
+            self._asked_s = time.monotonic()
         if command.begin():
             self._run_command(command)
 

@@ -13,7 +13,7 @@ from undertow.engine.base.model import UndertowError
 from undertow.engine.cluster.routing import shard_client as shard_clients
 from undertow.engine.cluster.routing.errors import ShardDown, ShardExited, ShardGone
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.cluster.shard.call_queue import CallStamp, SessionStart, TurnCall
+from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, SessionStart, TurnCall
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.location import StoreError
 
@@ -239,6 +239,27 @@ def test_a_shard_that_has_no_room_but_stores_what_others_sent_is_waited_for() ->
 
     with_client(shard, work, ClusterSettings(patience_s=0.01))
     assert len(shard.stored) == 4
+
+
+def test_calls_at_a_process_that_was_replaced_and_never_answers_go_to_its_successor() -> None:
+    shard, add = FakeShard(), FakeShard.add
+    silent: list[str] = []
+
+    async def stuck(table: pa.Table, stamp: CallStamp) -> pa.Table:
+        if len(silent) < 2:
+            silent.append(stamp.token)
+            shard.lines = CallQueues(100)  # of another process, which takes all later calls
+            await asyncio.sleep(60)
+        return await add(shard, table, stamp)
+
+    shard.add = stuck  # type: ignore[method-assign]
+
+    async def work(sent: Sent) -> None:
+        for found in [put(sent, "a", "b"), put(sent, "c")]:
+            assert set(await found) == {"stored"}
+
+    with_client(shard, work, ClusterSettings(patience_s=0.05))
+    assert shard.stored == said("a", "b", "c") and len(silent) == 2
 
 
 def test_a_shard_that_is_never_there_fails_its_calls_by_name() -> None:
