@@ -35,7 +35,7 @@ def test_ten_seeds_lose_and_double_nothing_and_decide_as_one_engine_does() -> No
         "erased",
         "changes",
     ):
-        assert sum(counts[what] for counts in befallen) > 1, what
+        assert any(counts[what] for counts in befallen), what
 
 
 @pytest.mark.parametrize("seed", FOUND)
