@@ -8,7 +8,7 @@ from itertools import chain
 
 import pyarrow as pa
 
-from undertow.engine.storage.fenced_log import NO_MARKS, FencedLog, JournalError
+from undertow.engine.storage.fenced_log import NO_MARKS, Fenced, FencedLog, JournalError
 from undertow.engine.storage.journal_rows import (
     ROWS_PER_BATCH,
     SCHEMA,
@@ -99,6 +99,8 @@ class JournalReads(FencedLog):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
+        if isinstance(self._failure, Fenced):  # its successor may have moved or deleted what is asked for
+            raise Fenced(*self._failure.args)
         try:
             yield
         except LANCE_ERRORS as error:
