@@ -234,8 +234,14 @@ def _files(root: Path, prefix: str) -> Iterator[tuple[str, datetime]]:
 
 def replace_file(target: Path, data: bytes) -> None:
     """Create or replace a file, atomically and durably. OSError."""
-    with _draft(target, data) as draft:
-        draft.replace(target)
+    for tried in range(3):
+        try:
+            with _draft(target, data) as draft:
+                draft.replace(target)
+            break
+        except FileNotFoundError:  # another writer may have taken the draft for that of a killed one
+            if tried == 2 or not target.parent.exists():
+                raise
     fsync_path(target.parent)
 
 

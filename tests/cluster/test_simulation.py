@@ -16,8 +16,8 @@ from ..support.cluster.simulation.defects import DEFECTS
 from ..support.cluster.simulation.run import Failed, run
 
 # These found a fault. 538: a writer that was paused within its claim began with its successor's epoch. 929: a
-# router waited for ever for a call at a process that was replaced, and lives on. 460: such a process, which knew
-# of its successor, said that there is no memory, which had moved.
+# router waited for ever for a call at a process that was replaced, and lives on. 460: such a process, which
+# knew of its successor, said that there is no memory, which had moved.
 FOUND = (460, 538, 929)
 SEEDS = (44, 34, 15, 40, 10, 14, 23, 36, 46, 47)
 ROOT = Path(__file__).parents[2]

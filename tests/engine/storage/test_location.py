@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from undertow.engine.storage.location import DRAFT, Location, StoreError
+from undertow.engine.storage.location import DRAFT, Location, StoreError, remove_drafts, replace_file
 
 from ...support.engine import open_engine
 from ...support.storage.location_contract import assert_is_a_place
@@ -109,3 +109,20 @@ def test_a_store_is_for_its_user_alone(tmp_path: Path) -> None:
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
     shared = {path.name: oct(path.stat().st_mode) for path in there.iterdir() if path.stat().st_mode & 0o077}
     assert shared == {}
+
+
+def test_a_draft_that_another_writer_takes_for_a_killed_ones_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, taken = Path.replace, list[Path]()
+
+    def late(draft: Path, target: Path) -> Path:
+        if not taken:
+            taken.append(draft)
+            remove_drafts(target)
+        return replace(draft, target)
+
+    monkeypatch.setattr(Path, "replace", late)
+    replace_file(tmp_path / "claim", b"mine")
+    assert (tmp_path / "claim").read_bytes() == b"mine" and taken
+    assert [path.name for path in tmp_path.iterdir()] == ["claim"]
