@@ -79,7 +79,7 @@ def _score(
                 worth = closeness[n, r] * min(weight, math.log1p((texts - holders + 0.5) / (holders + 0.5)))
             if not holders:
                 continue
-            for i in range(_first(terms, int(term)), _first(terms, int(term) + 1)):
+            for i in range(first_at(terms, int(term)), first_at(terms, int(term) + 1)):
                 score = worth * _saturated(docs[i], counts[i], length_of_doc, per_length)
                 _offer(out, owner, best, row_of_doc[docs[i]], n, score)
             for i in range(new_terms.shape[0]):
@@ -96,11 +96,25 @@ def _holders(
 ) -> int:
     """The number of texts that have the term."""
     holders = 0
-    for i in range(_first(terms, int(term)), _first(terms, int(term) + 1)):
+    for i in range(first_at(terms, int(term)), first_at(terms, int(term) + 1)):
         holders += row_of_doc[docs[i]] != _GONE
     for i in range(new_terms.shape[0]):
         holders += new_terms[i] == term and row_of_doc[new_docs[i]] != _GONE
     return holders
+
+
+@lean
+def _count_holders(
+    asked: Uint32s,
+    terms: Uint32s,
+    docs: Int32s,
+    new_terms: Uint32s,
+    new_docs: Int32s,
+    row_of_doc: Int32s,
+    holders: Int64s,
+) -> None:
+    for n in range(asked.shape[0]):
+        holders[n] = _holders(asked[n], terms, docs, new_terms, new_docs, row_of_doc)
 
 
 @lean
@@ -124,7 +138,7 @@ def _offer(out: Float64s, owner: Int32s, best: Float64s, row: int, n: int, score
 
 
 @lean
-def _first(terms: Uint32s, term: int) -> int:
+def first_at(terms: Uint32s, term: int) -> int:
     """The first place of `term` or a higher one among sorted terms."""
     low, high = 0, terms.shape[0]
     while low < high:
@@ -137,26 +151,46 @@ def _first(terms: Uint32s, term: int) -> int:
 
 
 @jit
+def place_rows(session: Int32s, longest: int, stretch: Int64s, beside: Int64s) -> None:
+    """Fill `stretch` [rows] and `beside` [rows, 2], for `session` [rows], the number of each row's or -1.
+
+    Up to `longest` rows in a row of a session are a stretch. Rows of no session are in none, and beside none.
+    """
+    last = np.full(session.shape[0], -1)  # by session: its last row, how many it has, its last stretch
+    sizes, newest = np.zeros_like(last), np.zeros_like(last)
+    stretches = 0
+    for row in range(session.shape[0]):
+        stretch[row] = beside[row, 0] = beside[row, 1] = -1
+        number = session[row]
+        if number < 0:
+            continue
+        if last[number] >= 0:
+            beside[row, 0], beside[last[number], 1] = last[number], row
+        if sizes[number] % longest == 0:
+            newest[number] = stretches
+            stretches += 1
+        stretch[row] = newest[number]
+        last[number], sizes[number] = row, sizes[number] + 1
+
+
+@jit
 def add_context(
     own: Float64s,
-    before: Int64s,
-    after: Int64s,
     stretch: Int64s,
+    beside: Int64s,
     neighbour_share: float,
     stretch_share: float,
     shares: Float64s,
 ) -> None:
     """Add parts of the scores of neighbours and of a stretch's best to `shares` [rows], a copy of `own`.
 
-    Row `before[i]` is right before row `after[i]`, int64 [pairs] each; `stretch`, int64 [rows]: the number of
-    a row's stretch, -1 for none.
+    `stretch`, `beside`: those of `place_rows`.
     """
-    for i in range(before.shape[0]):
-        shares[after[i]] += neighbour_share * own[before[i]]
-    for i in range(before.shape[0]):
-        shares[before[i]] += neighbour_share * own[after[i]]
     most = np.zeros(stretch.shape[0])  # there are no more stretches than rows
     for row in range(shares.shape[0]):
+        for i in range(2):
+            if beside[row, i] >= 0:
+                shares[row] += neighbour_share * own[beside[row, i]]
         if shares[row]:
             most[stretch[row]] = max(most[stretch[row]], shares[row])
     for row in range(shares.shape[0]):
@@ -243,16 +277,18 @@ class Bm25:
 
     def common(self, terms: Sequence[int]) -> set[int]:
         """Those of the terms that more than half of the texts have."""
-        row_of_doc = np.frombuffer(self._row_of_doc, np.int32)
-        new_terms, new_docs = (
+        asked = np.fromiter(dict.fromkeys(terms), np.uint32)
+        holders = np.empty(len(asked), np.int64)
+        _count_holders(
+            asked,
+            self._terms,
+            self._docs,
             np.frombuffer(self._new_terms, np.uint32),
             np.frombuffer(self._new_docs, np.int32),
+            np.frombuffer(self._row_of_doc, np.int32),
+            holders,
         )
-        held = {
-            term: _holders(term, self._terms, self._docs, new_terms, new_docs, row_of_doc)
-            for term in set(terms)
-        }
-        return {term for term, holders in held.items() if 2 * holders > len(self)}
+        return set(asked[2 * holders > len(self)].tolist())
 
     def sort_in(self) -> None:
         """Sort in new postings once there are enough, without those of removed texts.

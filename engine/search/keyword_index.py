@@ -20,7 +20,7 @@ from undertow.engine.search.analyzer import Analyzer
 from undertow.engine.search.related_words import related
 from undertow.engine.storage.row_codec import spoken_in
 from undertow.engine.tenants.tenant import Tenant
-from undertow.kernels.bm25 import Bm25, Float64s, add_context
+from undertow.kernels.bm25 import Bm25, Float64s, add_context, place_rows
 
 # The weight of the turns right before and after in a session: an answer often does not repeat the words of
 # its question.
@@ -121,30 +121,19 @@ class TurnShares(NamedTuple):
 class Places(NamedTuple):
     """The positions of rows in their sessions. Deleted rows have none, so their neighbours become adjacent.
 
-    Row `before[i]` is right before row `after[i]`, int64 [pairs] each. `stretch`, int64 [rows]: the number
-    of a row's stretch, -1 for none. `beside`, int64 [rows, 2]: the rows before and after each, -1 for none.
+    `stretch`, int64 [rows]: the number of a row's stretch, -1 for none. `beside`, int64 [rows, 2]: the rows
+    before and after each, -1 for none.
     """
 
-    before: Int64s
-    after: Int64s
     stretch: Int64s
     beside: Int64s
 
 
 def places(session: NDArray[np.int32]) -> Places:
     """The positions of rows, where `session` [rows] has the number of each row's session, -1 for none."""
-    order = np.argsort(session, kind="stable")
-    order = order[session[order] != _NONE]
-    goes_on = np.zeros(len(order), bool)
-    goes_on[1:] = session[order[1:]] == session[order[:-1]]
-    number = np.arange(len(order))
-    since_begin = number - np.maximum.accumulate(np.where(goes_on, 0, number))
-    stretch = np.full(len(session), _NONE, np.int64)
-    stretch[order] = np.cumsum(since_begin % STRETCH_TURNS == 0) - 1
-    before, after = order[:-1][goes_on[1:]], order[1:][goes_on[1:]]
-    beside = np.full((len(session), 2), _NONE, np.int64)
-    beside[after, 0], beside[before, 1] = before, after
-    return Places(before, after, stretch, beside)
+    found = Places(np.empty(len(session), np.int64), np.empty((len(session), 2), np.int64))
+    place_rows(session, STRETCH_TURNS, *found)
+    return found
 
 
 def in_context(
@@ -156,7 +145,7 @@ def in_context(
 ) -> Float64s:
     """float64 [rows]: each turn's own score, plus parts of its neighbours' and of its stretch's best."""
     shares = own.copy()
-    add_context(own, *places[:3], neighbour_share, stretch_share, shares)
+    add_context(own, *places, neighbour_share, stretch_share, shares)
     return shares
 
 

@@ -13,7 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.kernels.bm25 import Float64s, Uint32s
+from undertow.kernels.arena.compiled_rows import lean
+from undertow.kernels.bm25 import Float64s, Uint32s, first_at
+
+Uint8s = NDArray[np.uint8]
+Uint16s = NDArray[np.uint16]
 
 TABLE = Path(__file__).with_name("related_words.npz")
 # What a related word counts if it means the same; one at the least cosine of the table counts nothing.
@@ -30,8 +34,8 @@ class Table(NamedTuple):
     """
 
     terms: Uint32s
-    near: NDArray[np.uint16]
-    closeness: NDArray[np.uint8]
+    near: Uint16s
+    closeness: Uint8s
 
 
 @cache
@@ -43,8 +47,25 @@ def table() -> Table:
 
 def related(terms: Uint32s) -> tuple[Uint32s, Float64s]:
     """The related terms of each, uint32 [n, most], and what each counts, float64 [n, most] (bm25.Related)."""
-    known = table()
-    places = np.minimum(np.searchsorted(known.terms, terms), len(known.terms) - 1)
-    closeness = known.closeness[places].astype(np.float64) * (RELATED_SHARE / STEPS)
-    closeness[known.terms[places] != terms] = 0.0
-    return known.terms[known.near[places]], closeness
+    found = np.zeros((len(terms), table().near.shape[1]), np.uint32)
+    closeness = np.zeros(found.shape)
+    _look_up(terms, *table(), RELATED_SHARE / STEPS, found, closeness)
+    return found, closeness
+
+
+@lean
+def _look_up(
+    asked: Uint32s,
+    terms: Uint32s,
+    near: Uint16s,
+    steps: Uint8s,
+    a_step: float,
+    found: Uint32s,
+    closeness: Float64s,
+) -> None:
+    for n in range(asked.shape[0]):
+        place = first_at(terms, int(asked[n]))
+        if place < terms.shape[0] and terms[place] == asked[n]:
+            for i in range(near.shape[1]):
+                found[n, i] = terms[near[place, i]]
+                closeness[n, i] = steps[place, i] * a_step

@@ -172,7 +172,7 @@ def test_a_memory_gains_nothing_by_repeating_itself() -> None:
 def test_neighbours_and_stretches_by_hand() -> None:
     # sessions 0 and 1, interleaved; the row in the middle of 1 was deleted
     where = places(np.array([0, 1, 0, -1, 1, 0], np.int32))
-    assert [*zip(where.before.tolist(), where.after.tolist(), strict=True)] == [(0, 2), (2, 5), (1, 4)]
+    assert where.beside.tolist() == [[-1, 2], [-1, 4], [0, 5], [-1, -1], [1, -1], [2, -1]]
     assert where.stretch.tolist() == [0, 1, 0, -1, 1, 0]
     shares = in_context(
         np.array([0.4, 0.0, 0.0, 0.0, 0.2, 0.0]), where, neighbour_share=0.5, stretch_share=0.1
@@ -187,12 +187,19 @@ def test_neighbours_and_stretches_by_hand() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_compiled_context_is_that_of_numpy_to_the_last_bit(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    where = places(rng.integers(-1, 4, 200).astype(np.int32))
-    there = where.stretch >= 0
+    session = rng.integers(-1, 4, 200).astype(np.int32)
+    where = places(session)
+    of_sessions = [np.flatnonzero(session == number) for number in range(4)]
+    before = np.concatenate([rows[:-1] for rows in of_sessions])
+    after = np.concatenate([rows[1:] for rows in of_sessions])
+    beside = np.full((200, 2), -1)
+    beside[after, 0], beside[before, 1] = before, after
+    assert where.beside.tolist() == beside.tolist()
+    there = session >= 0
     own = np.where(there & (rng.random(200) < 0.3), rng.random(200), 0.0)
     shares = own.copy()
-    shares[where.after] += NEIGHBOUR_SHARE * own[where.before]
-    shares[where.before] += NEIGHBOUR_SHARE * own[where.after]
+    shares[after] += NEIGHBOUR_SHARE * own[before]
+    shares[before] += NEIGHBOUR_SHARE * own[after]
     said = np.flatnonzero(shares)
     most = np.zeros(200)
     np.maximum.at(most, where.stretch[said], shares[said])
@@ -204,8 +211,8 @@ def test_a_session_without_end_has_stretches() -> None:
     count = 2 * STRETCH_TURNS + 3
     where = places(np.zeros(count, np.int32))
     assert np.bincount(where.stretch).tolist() == [STRETCH_TURNS, STRETCH_TURNS, 3]
-    assert len(where.before) == count - 1, "neighbours across their borders too"
-    assert where.beside[:2].tolist() == [[-1, 1], [0, 2]] and where.beside[-1].tolist() == [count - 2, -1]
+    neighbours = [[row - 1, row + 1] for row in range(count - 1)] + [[count - 2, -1]]
+    assert where.beside.tolist() == neighbours, "across their borders too"
     nothing = places(np.array([-1, -1], np.int32))
     assert in_context(np.zeros(2), nothing).tolist() == [0.0, 0.0]
     assert not len(in_context(np.zeros(0), places(np.zeros(0, np.int32))))
