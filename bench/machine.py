@@ -8,6 +8,7 @@ import platform
 import resource
 import shutil
 import subprocess
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -79,12 +80,14 @@ def commit(root: Path = ROOT) -> str | None:
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
-def source_tree(root: Path = ROOT) -> str:
-    """The hash of the program and its tests, whatever its documents say: what a long proof is of."""
+def source_tree(root: Path, tests: Collection[str]) -> str:
+    """The hash of the program, of these test files, and of all in tests/ that is no test file."""
     found = hashlib.sha256()
     for path in sorted(p for name in SOURCE for p in (root / name).rglob("*") if p.is_file()):
-        if not {"__pycache__", "node_modules"} & {*path.parts}:
-            found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+        name = str(path.relative_to(root))
+        if {"__pycache__", "node_modules"} & {*path.parts} or path.match("test_*.py") and name not in tests:
+            continue
+        found.update(f"{name}\0".encode() + path.read_bytes())
     return found.hexdigest()[:12]
 
 

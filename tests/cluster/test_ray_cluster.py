@@ -142,7 +142,7 @@ def test_shards_outlive_their_driver_and_the_next_one_finds_them(root: Location)
 
 
 def test_the_shard_of_a_move_that_died_at_its_end_ends_and_is_not_started_again(root: Location) -> None:
-    names = [f"tenant-{n}" for n in range(8)]
+    names = [f"tenant-{n}" for n in range(24)]  # some of each shard, whatever the hash key
     with (
         Cluster.open(root, PLAIN, shards=2, resources=SMALL) as cluster,
         Cluster.open(root, PLAIN, resources=SMALL) as stale,

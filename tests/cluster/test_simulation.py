@@ -19,7 +19,8 @@ from ..support.cluster.simulation.run import Failed, run
 # router waited for ever for a call at a process that was replaced, and lives on. 460: such a process, which
 # knew of its successor, said that there is no memory, which had moved.
 FOUND = (460, 538, 929)
-SEEDS = (44, 34, 15, 40, 10, 14, 23, 36, 46, 47)
+# each kind of fault befalls at least seven times in these, and at least three find each defect
+SEEDS = (192, 23, 14, 36, 189, 170, 48, 290, 105, 111)
 ROOT = Path(__file__).parents[2]
 
 
@@ -36,7 +37,7 @@ def test_ten_seeds_lose_and_double_nothing_and_decide_as_one_engine_does() -> No
         "erased",
         "changes",
     ):
-        assert any(counts[what] for counts in befallen), what
+        assert sum(counts[what] for counts in befallen) > 1, what
 
 
 @pytest.mark.parametrize("seed", FOUND)

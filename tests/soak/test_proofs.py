@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import psutil
 import pytest
 
-from undertow.bench.machine import source_tree
+from undertow.bench.machine import ROOT
 
 from ..support.cluster.processes import all_ended
 from ..support.llm_servers import wait_until
 from ..support.soak import large_store
 from ..support.soak.proofs import PROOFS, Proof, added, of_test, path_of, progress, run, saved
 
+TOY_TEST = "tests/toy/test_toy.py"
 COUNTING = """
 import os, sys, time
 from pathlib import Path
@@ -28,15 +30,15 @@ report(seen=2, most_max=9 - n, last=str(n))
 
 def counting(code: str = "", **more: Any) -> Proof:
     words = (sys.executable, "-c", COUNTING + code)
-    return Proof(lambda _folder, n: (*words, str(n)), ("seen", 5), "counts by two", **more)
+    return Proof(lambda _folder, n: (*words, str(n), TOY_TEST), ("seen", 5), "counts by two", **more)
 
 
 TOY = counting()
 
 
-def change_source(root: Path) -> None:
-    (root / "engine").mkdir()
-    (root / "engine" / "new.py").touch()
+def change_source(root: Path, name: str = "engine/new.py") -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).touch()
 
 
 def test_counts_add_up_over_runs_of_one_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,19 +49,23 @@ def test_counts_add_up_over_runs_of_one_tree(tmp_path: Path, capsys: pytest.Capt
     state = saved("toy", tmp_path)
     assert state["figures"] == {"seen": 6, "most_max": 9, "last": "2", "units": 3}
     about = [state[name] for name in ("source", "command", "goal", "failed")]
-    assert about == [source_tree(tmp_path), "make soak PROOF=toy", {"seen": 5}, []] and state["elapsed_s"] > 0
+    assert about == [TOY.source(tmp_path), "make soak PROOF=toy", {"seen": 5}, []] and state["elapsed_s"] > 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and lines[-1].startswith("toy: 6 of 5 seen")
 
 
 def test_a_proof_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """When the source is another, and when it needs a store that is gone."""
+    """When what its units run is another, which other test files are not, and when its store is gone."""
     run("toy", TOY, 0.001, tmp_path)
-    change_source(tmp_path)
-    assert progress(TOY, saved("toy", tmp_path), source_tree(tmp_path)) == "2 of 5 seen on an earlier source"
-    for proof in (TOY, counting(keeps=True)):
-        assert run("toy", proof, 0.001, tmp_path)["figures"]["units"] == 1
-    assert capsys.readouterr().out.count("begins anew") == 2
+    change_source(tmp_path, "tests/toy/test_other.py")
+    assert run("toy", TOY, 0.001, tmp_path)["figures"]["units"] == 2
+    for changed in ("engine/new.py", "tests/support/new.py", "tests/toy/new.json", TOY_TEST):
+        change_source(tmp_path, changed)
+        told = progress(TOY, saved("toy", tmp_path), TOY.source(tmp_path))
+        assert told.endswith("of 5 seen on an earlier source"), changed
+        assert run("toy", TOY, 0.001, tmp_path)["figures"]["units"] == 1
+    assert run("toy", counting(keeps=True), 0.001, tmp_path)["figures"]["units"] == 1
+    assert capsys.readouterr().out.count("begins anew") == 5
 
 
 def test_files_of_earlier_shapes_are_of_an_earlier_source(tmp_path: Path) -> None:
@@ -78,7 +84,7 @@ def test_a_unit_that_fails_is_recorded_and_counts_nothing(tmp_path: Path) -> Non
         assert saved("toy", tmp_path)["failed"] == failed
     with pytest.raises(RuntimeError, match="unit 1 told nothing"):
         run("toy", Proof(lambda *_: ("true",), TOY.goal, ""), root=tmp_path)
-    told = progress(TOY, saved("toy", tmp_path), source_tree(tmp_path))
+    told = progress(TOY, saved("toy", tmp_path), TOY.source(tmp_path))
     assert told == "2 of 5 seen, failed units: [1, 1]"
     state = run("toy", TOY, root=tmp_path)
     assert (state["figures"]["seen"], state["failed"]) == (6, [1, 1])
@@ -120,10 +126,12 @@ def test_figures_of_several_units() -> None:
 
 def test_every_proof_names_tests_that_are_there(tmp_path: Path) -> None:
     assert len(PROOFS) >= 12
-    for proof in PROOFS.values():
-        paths = [word for word in proof.command(tmp_path, 0) if word.endswith(".py")]
-        assert all(Path(__file__).parents[2].joinpath(path).exists() for path in paths)
+    paths = {word for p in PROOFS.values() for word in p.command(tmp_path, 0) if word.endswith(".py")}
+    assert all((ROOT / path).exists() for path in paths)
     assert of_test("x", ("n", 1), "", A=1).env == {"A": "1"}
+    for path in (ROOT / "tests").rglob("*.py"):  # another test file is none of its source
+        if not path.match("test_*.py") or str(path.relative_to(ROOT)) in paths:
+            assert not re.search(r"^ *(from|import) .*\btest_\w+( import|,|$)", path.read_text(), re.M), path
 
 
 def test_a_large_store_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

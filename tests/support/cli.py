@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from undertow.serving.cli import app
+from undertow.serving.telemetry.logs import set_up
 
 ENV = {"UNDERTOW_ENCODER": "hash:384", "UNDERTOW_LLM_URL": "", "UNDERTOW_LLM_PATIENCE_S": "1"}
 THETAS = ("--theta-sim", "0.5", "--theta-merge", "0.55", "--theta-count", "3")
@@ -62,6 +64,18 @@ def logging_restored() -> Iterator[None]:
     finally:
         root.handlers[:], root.level = before[0], before[1]
         ours.setLevel(before[2])
+
+
+@contextmanager
+def logged(level: int = logging.INFO) -> Iterator[io.StringIO]:
+    """What the process logs, as the service sets it up; the logging of before comes back."""
+    stream = io.StringIO()
+    with logging_restored():
+        set_up(level)
+        (handler,) = logging.getLogger().handlers
+        assert isinstance(handler, logging.StreamHandler)
+        handler.setStream(stream)
+        yield stream
 
 
 def run(*args: str | Path, env: dict[str, str] | None = None, answer: str | None = None) -> Ran:

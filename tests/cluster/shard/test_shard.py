@@ -306,7 +306,7 @@ def records(shard: Shard) -> int:
 def test_tenants_of_other_shards_come_back_while_the_others_are_stored(tmp_path: Path, start: Start) -> None:
     root = begin(tmp_path / "root", 3)
     keys = shard_map.load(root)
-    names = [f"tenant-{n}" for n in range(12)]
+    names = [f"tenant-{n}" for n in range(48)]  # some of s1 and some of others, by any hash key
     shard = start(name="s1", where=root)
     receipts = Sender(shard).add([turn_of(name, 0, name) for name in names])
     for name, receipt in zip(names, receipts, strict=True):
@@ -327,13 +327,15 @@ def test_tenants_of_other_shards_come_back_while_the_others_are_stored(tmp_path:
 
 
 def test_a_shard_reads_the_map_that_its_clients_know(root: Location, shard: Shard) -> None:
+    newer = ShardMap(2, ("s0", "s9"), None, shard_map.load(root).hash_key)
+    names = sorted((f"tenant-{n}" for n in range(99)), key=newer.owner)  # of each shard some, by any hash key
+    known, new = [names[0], names[-1]], [names[1], names[-2]]
     sender = Sender(shard)
-    names = [f"tenant-{n}" for n in range(12)]
-    sender.add([turn_of(names[0], 0, "x")])
-    shard_map.publish(root, ShardMap(2, ("s0", "s9"), None, shard_map.load(root).hash_key))
+    sender.add([turn_of(name, 0, "x") for name in known])
+    shard_map.publish(root, newer)
     sender.token, sender.number = shard.hello("client", 2).result(SOON_S).token, 0
-    statuses = {r["status"] for r in sender.add([turn_of(name, 1, "y") for name in names])}
-    assert statuses == {"stored", "moved"}
+    receipts = sender.add([turn_of(name, 1, "y") for name in known + new])
+    assert [r["status"] for r in receipts] == ["stored", "moved"] * 2
     assert shard.status().result(SOON_S)["map_version"] == 2
 
 

@@ -45,12 +45,12 @@ from undertow.engine.search import keyword_index
 from undertow.serving.http import hosting
 from undertow.serving.telemetry.tracing import LinkedSampler, Tracing
 
+from ...support.cli import logged
 from ...support.faults.harness import RATES
 from ...support.isolation import acts, attempts, moves
 from ...support.isolation.tenants import ALL, NAMES, Act, Tenants
 from ...support.service.http import is_problem, serving
 from ...support.soak.runs import private_bytes, report
-from ..telemetry.test_logs import logged
 
 STEPS = 1_000
 SOAK_STEPS = 100_000

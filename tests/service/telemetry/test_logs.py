@@ -6,8 +6,6 @@ import io
 import json
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,10 @@ from undertow.bench.mock.llm import MockLLM
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.storage.location import StoreError
 from undertow.serving.http import hosting
-from undertow.serving.telemetry.logs import JSONLines, set_up
+from undertow.serving.telemetry.logs import JSONLines
 from undertow.serving.telemetry.tracing import LinkedSampler, Tracing
 
-from ...support.cli import logging_restored
+from ...support.cli import logged
 from ...support.cluster.in_process import FailingEncoder
 from ...support.service.http import Running, at, said, serving
 
@@ -36,18 +34,6 @@ from ...support.service.http import Running, at, said, serving
 CANARY = "xyzzy"
 TENANT = f"{CANARY}-tenant/ann"
 POISON = f"{CANARY}poison"
-
-
-@contextmanager
-def logged(level: int = logging.INFO) -> Iterator[io.StringIO]:
-    """What the process logs, as the service sets it up; the logging of before comes back."""
-    stream = io.StringIO()
-    with logging_restored():
-        set_up(level)
-        (handler,) = logging.getLogger().handlers
-        assert isinstance(handler, logging.StreamHandler)
-        handler.setStream(stream)
-        yield stream
 
 
 def lines(stream: io.StringIO) -> list[dict[str, Any]]:

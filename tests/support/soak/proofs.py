@@ -1,12 +1,13 @@
-"""The long proofs, each of many short units: counts add up over runs of one source tree.
+"""The long proofs, each of many short units: counts add up over runs of one source.
 
     make soak                              # lists the proofs and how far each is
     make soak PROOF=kills [SECONDS=7200]   # goes on with it for so long at most (a unit is finished)
 
 A unit is a process that reports figures (runs.report). After each, docs/results/soak-NAME.json is replaced:
 whole numbers are summed, other figures are the last unit's. The next run goes on from it, in any checkout, if
-the source has the same hash; else the proof begins anew. A unit that fails counts nothing and ends the run:
-`failed` lists the numbers of such units. Proofs of different names may run at once. A kill loses one unit.
+the proof's source has the same hash; else it begins anew. The source is the program, the proof's own test file,
+and all in tests/ that is no test file. A unit that fails counts nothing and ends the run: `failed` lists the
+numbers of such units. Proofs of different names may run at once. A kill loses one unit.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ class Proof:
 
     def missing(self, figures: Figures) -> bool:
         return bool(figures.get(self.goal[0], 0) < self.goal[1])
+
+    def source(self, root: Path = ROOT) -> str:
+        """The hash of all that its units run."""
+        return source_tree(root, [word for word in self.command(root, 0) if word.endswith(".py")])
 
 
 def of_test(target: str, goal: tuple[str, int], about: str, **env: object) -> Proof:
@@ -146,7 +151,7 @@ def begun(name: str, proof: Proof, state: Figures, tree: str, folder: Path) -> F
 
 def run(name: str, proof: Proof, seconds: float = BUDGET_S, root: Path = ROOT) -> Figures:
     """Go on with a proof until its goal is reached or the time is up. Its state. RuntimeError."""
-    tree, began_s = source_tree(root), time.monotonic()
+    tree, began_s = proof.source(root), time.monotonic()
     folder = root / "build" / "soak" / name / tree
     state = begun(name, proof, saved(name, root), tree, folder)
     while proof.missing(state["figures"]) and time.monotonic() - began_s < seconds:
@@ -157,7 +162,7 @@ def run(name: str, proof: Proof, seconds: float = BUDGET_S, root: Path = ROOT) -
         except subprocess.CalledProcessError as error:
             state["failed"].append(n)
             failure = RuntimeError(f"unit {n} failed\n{error.stdout[-4_000:]}\n{error.stderr[-4_000:]}")
-        if source_tree(root) != tree:
+        if proof.source(root) != tree:
             raise RuntimeError(f"the source changed during unit {n}, which counts nothing: run it again")
         reached = not (proof.missing(state["figures"]) or state["failed"])
         state |= {"commit": commit(), "machine": describe(), "reached": reached}
@@ -184,9 +189,8 @@ def main() -> int:
     except RuntimeError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
-    tree = source_tree()
     for name, proof in PROOFS.items() if not asked.proof else ():
-        print(f"{name:17} {progress(proof, saved(name), tree)}: {proof.about}")
+        print(f"{name:17} {progress(proof, saved(name), proof.source())}: {proof.about}")
     return 0
 
 
