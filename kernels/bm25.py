@@ -22,6 +22,8 @@ from undertow.kernels.arena.compiled_rows import jit, lean
 
 Float64s = NDArray[np.float64]
 Int32s = NDArray[np.int32]
+Uint8s = NDArray[np.uint8]
+Uint16s = NDArray[np.uint16]
 Uint32s = NDArray[np.uint32]
 Int64s = NDArray[np.int64]
 
@@ -79,7 +81,7 @@ def _score(
                 worth = closeness[n, r] * min(weight, math.log1p((texts - holders + 0.5) / (holders + 0.5)))
             if not holders:
                 continue
-            for i in range(first_at(terms, int(term)), first_at(terms, int(term) + 1)):
+            for i in range(_first(terms, int(term)), _first(terms, int(term) + 1)):
                 score = worth * _saturated(docs[i], counts[i], length_of_doc, per_length)
                 _offer(out, owner, best, row_of_doc[docs[i]], n, score)
             for i in range(new_terms.shape[0]):
@@ -96,7 +98,7 @@ def _holders(
 ) -> int:
     """The number of texts that have the term."""
     holders = 0
-    for i in range(first_at(terms, int(term)), first_at(terms, int(term) + 1)):
+    for i in range(_first(terms, int(term)), _first(terms, int(term) + 1)):
         holders += row_of_doc[docs[i]] != _GONE
     for i in range(new_terms.shape[0]):
         holders += new_terms[i] == term and row_of_doc[new_docs[i]] != _GONE
@@ -138,7 +140,7 @@ def _offer(out: Float64s, owner: Int32s, best: Float64s, row: int, n: int, score
 
 
 @lean
-def first_at(terms: Uint32s, term: int) -> int:
+def _first(terms: Uint32s, term: int) -> int:
     """The first place of `term` or a higher one among sorted terms."""
     low, high = 0, terms.shape[0]
     while low < high:
@@ -148,6 +150,28 @@ def first_at(terms: Uint32s, term: int) -> int:
         else:
             high = middle
     return low
+
+
+@lean
+def find_related(
+    asked: Uint32s,
+    terms: Uint32s,
+    near: Uint16s,
+    steps: Uint8s,
+    a_step: float,
+    found: Uint32s,
+    closeness: Float64s,
+) -> None:
+    """Fill `found` and `closeness` [asked, most], which are zeros, from a table (engine/search/related_words.py).
+
+    terms [n], ascending; near [n, most]: the places of their related terms; steps [n, most]: their closeness.
+    """
+    for n in range(asked.shape[0]):
+        place = _first(terms, int(asked[n]))
+        if place < terms.shape[0] and terms[place] == asked[n]:
+            for i in range(near.shape[1]):
+                found[n, i] = terms[near[place, i]]
+                closeness[n, i] = steps[place, i] * a_step
 
 
 @jit

@@ -11,13 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from undertow.kernels.arena.compiled_rows import lean
-from undertow.kernels.bm25 import Float64s, Uint32s, first_at
-
-Uint8s = NDArray[np.uint8]
-Uint16s = NDArray[np.uint16]
+from undertow.kernels.bm25 import Float64s, Uint8s, Uint16s, Uint32s, find_related
 
 TABLE = Path(__file__).with_name("related_words.npz")
 # What a related word counts if it means the same; one at the least cosine of the table counts nothing.
@@ -49,23 +44,5 @@ def related(terms: Uint32s) -> tuple[Uint32s, Float64s]:
     """The related terms of each, uint32 [n, most], and what each counts, float64 [n, most] (bm25.Related)."""
     found = np.zeros((len(terms), table().near.shape[1]), np.uint32)
     closeness = np.zeros(found.shape)
-    _look_up(terms, *table(), RELATED_SHARE / STEPS, found, closeness)
+    find_related(terms, *table(), RELATED_SHARE / STEPS, found, closeness)
     return found, closeness
-
-
-@lean
-def _look_up(
-    asked: Uint32s,
-    terms: Uint32s,
-    near: Uint16s,
-    steps: Uint8s,
-    a_step: float,
-    found: Uint32s,
-    closeness: Float64s,
-) -> None:
-    for n in range(asked.shape[0]):
-        place = first_at(terms, int(asked[n]))
-        if place < terms.shape[0] and terms[place] == asked[n]:
-            for i in range(near.shape[1]):
-                found[n, i] = terms[near[place, i]]
-                closeness[n, i] = steps[place, i] * a_step

@@ -13,9 +13,10 @@ from undertow.engine.base.model import UndertowError
 from undertow.engine.encoders.base import Encoder, Float16
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.kernels.arena.arena import Arena, make_arena
-from undertow.kernels.bm25 import Bm25, Float64s, add_context
+from undertow.kernels.bm25 import Bm25, Float64s, add_context, find_related, place_rows
 from undertow.kernels.gate.factory import make_gate
 from undertow.kernels.key_table import KeyTable, add_keys, may_hold
+from undertow.kernels.pair_cosines import pair_quantiles
 from undertow.kernels.topk.hybrid import hybrid_top_k
 from undertow.kernels.topk.topk import top_k_many
 
@@ -58,6 +59,7 @@ def _read(vectors: Float16, arena: Arena) -> None:
             theta=np.zeros(count),
             k=np.full(count, count),
         )
+        pair_quantiles(arena.take(handles[:count]), (0.5,))
         top_k_many(arena, np.array([turns, episodes]), vectors, count, gate)
         beside = np.full((count, 2), -1)
         for shares in (None, _shares_of_words(count)):
@@ -68,13 +70,17 @@ def _read(vectors: Float16, arena: Arena) -> None:
 
 
 def _shares_of_words(count: int) -> Float64s:
-    """Run the kernels of a search by keywords over so many texts: their scores, float64 [count]."""
-    index, places = Bm25(), np.arange(count)
-    for row in places.tolist():
+    """Run the kernels of a search by keywords over so many texts; their scores, float64 [count]."""
+    index = Bm25()
+    for row in range(count):
         index.put(row, [row])
     shares = index.scores([0], count)
     index.common([0])
-    add_context(shares.copy(), places[:-1], places[1:], places, 0.5, 0.5, shares)
+    stretch, beside = np.empty(count, np.int64), np.empty((count, 2), np.int64)
+    place_rows(np.zeros(count, np.int32), 1, stretch, beside)
+    add_context(shares.copy(), stretch, beside, 0.5, 0.5, shares)
+    none, found = np.empty((0, 1)), np.empty((0, 1), np.uint32)
+    find_related(found[:, 0], found[:, 0], found.astype(np.uint16), found.astype(np.uint8), 1.0, found, none)
     return shares
 
 
