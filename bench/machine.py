@@ -85,7 +85,7 @@ def source_tree(root: Path, tests: Collection[str]) -> str:
     found = hashlib.sha256()
     for path in sorted(p for name in SOURCE for p in (root / name).rglob("*") if p.is_file()):
         name = str(path.relative_to(root))
-        if {"__pycache__", "node_modules"} & {*path.parts} or path.match("test_*.py") and name not in tests:
+        if {"__pycache__", "node_modules"} & {*path.parts} or (path.match("test_*.py") and name not in tests):
             continue
         found.update(f"{name}\0".encode() + path.read_bytes())
     return found.hexdigest()[:12]

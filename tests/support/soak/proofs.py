@@ -5,8 +5,8 @@
 
 A unit is a process that reports figures (runs.report). After each, docs/results/soak-NAME.json is replaced:
 whole numbers are summed, other figures are the last unit's. The next run goes on from it, in any checkout, if
-the proof's source has the same hash; else it begins anew. The source is the program, the proof's own test file,
-and all in tests/ that is no test file. A unit that fails counts nothing and ends the run: `failed` lists the
+the proof's source has the same hash; else it begins anew. The source is the program, its own test file and
+all in tests/ that is no test file. A unit that fails counts nothing and ends the run: `failed` lists the
 numbers of such units. Proofs of different names may run at once. A kill loses one unit.
 """
 
