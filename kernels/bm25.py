@@ -162,7 +162,7 @@ def find_related(
     found: Uint32s,
     closeness: Float64s,
 ) -> None:
-    """Fill `found` and `closeness` [asked, most], which are zeros, of a table (engine/search/related_words.py).
+    """Fill `found` and `closeness`, zeros [asked, most], from a table (engine/search/related_words.py).
 
     terms [n], ascending; near [n, most]: the places of their related terms; steps [n, most]: their closeness.
     """

@@ -15,6 +15,7 @@ from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.kernels.arena.arena import Arena, make_arena
 from undertow.kernels.bm25 import Bm25, Float64s, add_context, find_related, place_rows
 from undertow.kernels.gate.factory import make_gate
+from undertow.kernels.gate.few_queries import FEW_QUERIES
 from undertow.kernels.key_table import KeyTable, add_keys, may_hold
 from undertow.kernels.pair_cosines import pair_quantiles
 from undertow.kernels.topk.hybrid import hybrid_top_k
@@ -51,14 +52,17 @@ def _read(vectors: Float16, arena: Arena) -> None:
     turns, episodes = arena.new_segment(), arena.new_segment()
     try:
         handles = arena.extend(np.repeat([turns, episodes], count), np.concatenate([vectors, vectors]), True)
-        gate.read(
-            queries=arena.take(handles[:count]),
-            turn_segments=np.full(count, turns),
-            episode_segments=np.full(count, episodes),
-            visible=np.full(count, count),
-            theta=np.zeros(count),
-            k=np.full(count, count),
-        )
+        for times in (1, FEW_QUERIES):  # few queries and many take kernels of their own
+            many = count * times
+            gate.read(
+                queries=arena.take(np.repeat(handles[:count], times)),
+                turn_segments=np.full(many, turns),
+                episode_segments=np.full(many, episodes),
+                visible=np.full(many, count),
+                theta=np.zeros(many),
+                k=np.full(many, count),
+            )
+        arena.set_live(handles, live=False)
         pair_quantiles(arena.take(handles[:count]), (0.5,))
         top_k_many(arena, np.array([turns, episodes]), vectors, count, gate)
         beside = np.full((count, 2), -1)

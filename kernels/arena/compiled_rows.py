@@ -175,15 +175,6 @@ def fit_rows(vectors: Vectors, dim: int) -> Float16s:
 
 
 @jit
-def widen_rows(address: int, target: Float32s) -> None:
-    """Copy the fp16 array at `address` to `target`, which has the same shape."""
-    rows = halves_at(address, target.shape)
-    for i in range(target.shape[0]):
-        for c in range(target.shape[1]):
-            target[i, c] = to_float(rows[i, c])
-
-
-@jit
 def change_flags(addresses: Int64s, keep: int, add: int) -> None:
     """flag = flag & keep | add, for the flag byte at each address."""
     for address in addresses:

@@ -133,6 +133,7 @@ def test_with_torch_and_numpy_alone_a_device_arena_works() -> None:
                 "scan",
                 "hashed_words",
                 "key_table",
+                "pair_cosines",
                 "host_rows",
             )
         ),

@@ -65,7 +65,8 @@ def compiled():
 
 with Engine(Path(sys.argv[1]), Settings(device="cpu", llm_url=None), encoder) as engine:
     before = compiled()
-    engine.add_batch([Turn("ann", (Message("user", f"boat {n}"),), str(n)) for n in range(5)])
+    for turns in (5, 100):
+        engine.add_batch([Turn("ann", (Message("user", f"boat {n}"),), str(n)) for n in range(turns)])
     while engine.step().decided:
         pass
     assert engine.search("ann", "the boat").turns and engine.search("ann", "the boat", since="2020-01-01")
@@ -73,7 +74,7 @@ with Engine(Path(sys.argv[1]), Settings(device="cpu", llm_url=None), encoder) as
 """
 
 
-def test_after_it_a_tenants_first_turns_and_search_compile_nothing(tmp_path: Path) -> None:
+def test_after_it_few_turns_many_and_a_search_compile_nothing(tmp_path: Path) -> None:
     told = subprocess.run(
         [sys.executable, "-c", COMPILED, str(tmp_path)], capture_output=True, text=True, timeout=120
     )

@@ -10,7 +10,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import Arena
-from undertow.kernels.arena.compiled_rows import to_float, widen_rows
+from undertow.kernels.arena.compiled_rows import to_float
+from undertow.kernels.gate.scan import widen_row
 from undertow.kernels.topk.topk import top_k
 
 from .gate_worlds import NUMBA, close_world, host_arena, questions, unit
@@ -26,9 +27,9 @@ def every_half() -> NDArray[np.float16]:
 
 def widened_halves() -> NDArray[np.float32]:
     halves = every_half()
-    wide = np.empty((len(halves), 1), np.float32)
-    widen_rows(halves.ctypes.data, wide)
-    return wide.ravel()
+    wide = np.empty(len(halves), np.float32)
+    widen_row(halves.view(np.uint16)[None], 0, wide)
+    return wide
 
 
 def readings() -> list[bytes]:
