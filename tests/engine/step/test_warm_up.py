@@ -63,9 +63,9 @@ def compiled():
         for value in vars(module).values() if isinstance(value, numba.core.dispatcher.Dispatcher)
     }
 
-with Engine(Path(sys.argv[1]), Settings(device="cpu", llm_url=None), encoder) as engine:
+with Engine(Path(sys.argv[1]), Settings(device="cpu", theta_count=1_000), encoder) as engine:
     before = compiled()
-    for turns in (5, 100):
+    for turns in (5, 600):
         engine.add_batch([Turn("ann", (Message("user", f"boat {n}"),), str(n)) for n in range(turns)])
     while engine.step().decided:
         pass
