@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx2
 import pytest
@@ -17,6 +17,7 @@ import pytest
 from undertow.engine.base.queries import FlushCommand, SearchQuery
 from undertow.engine.step.admission import QueueFull
 from undertow.serving.async_memories import AsyncMemories
+from undertow.serving.http.protocol import Joined
 
 from ...support.llm_servers import wait_until
 from ...support.service.http import SOON_S, Held, Running, at, is_problem, said, serving
@@ -328,3 +329,27 @@ def test_an_error_of_the_engine_is_a_problem_without_its_message(
         assert response.headers.get("retry-after") == wait
     assert ("RuntimeError" in caplog.text) == (status == 500)
     assert "secret" not in caplog.text
+
+
+def test_a_response_is_one_write_and_a_head_alone_does_not_wait() -> None:
+    class Transport(asyncio.Transport):
+        written: ClassVar[list[bytes]] = []
+
+        def write(self, data: bytes | bytearray | memoryview) -> None:
+            self.written.append(bytes(data))
+
+        def close(self) -> None:
+            self.written.append(b"closed")
+
+    async def go() -> None:
+        head, joined = b"HTTP/1.1 200 OK\r\n\r\n", Joined(Transport(), asyncio.get_running_loop())
+        for part in (head, b"body", b"more"):
+            joined.write(part)
+        joined.write(head)
+        await asyncio.sleep(0)
+        joined.write(head)
+        joined.close()
+        await asyncio.sleep(0)
+        assert Transport.written == [head + b"body", b"more", head, head, b"closed"]
+
+    asyncio.run(go())
