@@ -60,18 +60,19 @@ class Joined:
     def write(self, data: bytes) -> None:
         if self._head:
             data, self._head = self._head + data, b""
-        elif data.endswith(b"\r\n\r\n"):  # if it is no head, its only disadvantage is to wait
+        elif data.startswith(b"HTTP/1.1 ") and data.endswith(b"\r\n\r\n"):
             self._head = data
-            self._loop.call_soon(self._write_head)
+            self._loop.call_soon(self.flush)  # it may be all of the response
             return
         self._transport.write(data)
 
     def close(self) -> None:
-        self._write_head()
+        self.flush()
         self._transport.close()
 
-    def _write_head(self) -> None:
-        if self._head:
+    def flush(self) -> None:
+        """Write the head that waits, if there is one. Not to a connection that is lost or aborted."""
+        if self._head and not self._transport.is_closing():
             self.write(b"")
 
 
@@ -100,7 +101,8 @@ class Protocol(HttpToolsProtocol):
         self._tenant = b""
         self._is_refused = False
         self._admission: Admission = self.config.app.state.service.admission  # type: ignore[union-attr]
-        super().connection_made(Joined(transport, self.loop))  # type: ignore[arg-type]
+        self._joined = Joined(transport, self.loop)
+        super().connection_made(self._joined)  # type: ignore[arg-type]
         if len(self.connections) > self.config.app.state.max_connections:  # type: ignore[union-attr]
             self._say(Problem(429, "connections", TOO_MANY, retry_after_s=1))
         else:
@@ -193,6 +195,7 @@ class Protocol(HttpToolsProtocol):
 
     def eof_received(self) -> None:
         """Answers an incomplete request with 400. After a complete one the client counts as disconnected."""
+        self._joined.flush()  # uvloop closes the transport after this, and not by `Joined.close`
         if self._incoming is not Incoming.NOTHING and not self._is_refused:
             self._say(Problem(400, "cut-off", "The connection ended within a request."))
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, cast
 
 import httpx2
 import pytest
@@ -17,6 +17,7 @@ import pytest
 from undertow.engine.base.queries import FlushCommand, SearchQuery
 from undertow.engine.step.admission import QueueFull
 from undertow.serving.async_memories import AsyncMemories
+from undertow.serving.http import protocol
 from undertow.serving.http.protocol import Joined
 
 from ...support.llm_servers import wait_until
@@ -331,25 +332,54 @@ def test_an_error_of_the_engine_is_a_problem_without_its_message(
     assert "secret" not in caplog.text
 
 
-def test_a_response_is_one_write_and_a_head_alone_does_not_wait() -> None:
-    class Transport(asyncio.Transport):
-        written: ClassVar[list[bytes]] = []
+class Recorded:
+    """A transport that tells what is written to it."""
 
-        def write(self, data: bytes | bytearray | memoryview) -> None:
-            self.written.append(bytes(data))
+    def __init__(self, transport: asyncio.Transport, written: list[bytes]) -> None:
+        self._transport, self._written = transport, written
 
-        def close(self) -> None:
-            self.written.append(b"closed")
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        self._written.append(data)
+        self._transport.write(data)
+
+
+def test_a_response_is_one_write_and_a_head_alone_comes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[bytes] = []
+
+    def joined(transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> Joined:
+        return Joined(cast("asyncio.Transport", Recorded(transport, written)), loop)
+
+    monkeypatch.setattr(protocol, "Joined", joined)
+    with serving(tmp_path) as running:
+        client = running.client()
+        asks: list[dict[str, Any]] = [{"messages": said("the boat")}, {"query": "boat"}, {"query": ""}]
+        for n, asked in enumerate(asks, 1):
+            client.post(at("ann", "/search" if "query" in asked else "/memories"), json=asked)
+            assert len(written) == n and written[-1].startswith(b"HTTP/1.1 ")
+            assert written[-1].partition(b"\r\n\r\n")[2]
+        for ends in (False, True):
+            with Wire(running) as wire:
+                wire.head(running.key(), path="/health/live", method="HEAD")
+                if ends:
+                    wire.socket.shutdown(socket.SHUT_WR)
+                assert wire.socket.recv(65_536).startswith(b"HTTP/1.1 ")
+
+
+def test_a_head_that_waits_is_not_written_to_a_connection_that_has_ended() -> None:
+    class Ended(asyncio.Transport):
+        def is_closing(self) -> bool:
+            return True
 
     async def go() -> None:
-        head, joined = b"HTTP/1.1 200 OK\r\n\r\n", Joined(Transport(), asyncio.get_running_loop())
-        for part in (head, b"body", b"more"):
-            joined.write(part)
-        joined.write(head)
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        Joined(Ended(), asyncio.get_running_loop()).write(b"HTTP/1.1 200 OK\r\n\r\n")
         await asyncio.sleep(0)
-        joined.write(head)
-        joined.close()
-        await asyncio.sleep(0)
-        assert Transport.written == [head + b"body", b"more", head, head, b"closed"]
 
+    told: list[Any] = []
     asyncio.run(go())
+    assert told == []
