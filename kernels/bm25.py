@@ -115,6 +115,7 @@ def _count_holders(
     row_of_doc: Int32s,
     holders: Int64s,
 ) -> None:
+    """Fill `holders` [asked] with the number of texts that have each term."""
     for n in range(asked.shape[0]):
         holders[n] = _holders(asked[n], terms, docs, new_terms, new_docs, row_of_doc)
 
@@ -178,7 +179,8 @@ def find_related(
 def place_rows(session: Int32s, longest: int, stretch: Int64s, beside: Int64s) -> None:
     """Fill `stretch` [rows] and `beside` [rows, 2], for `session` [rows], the number of each row's or -1.
 
-    Up to `longest` rows in a row of a session are a stretch. Rows of no session are in none, and beside none.
+    A session's number is below the number of rows, which is not checked. Up to `longest` consecutive rows of
+    a session are a stretch. Rows of no session are in none, and beside none.
     """
     last = np.full(session.shape[0], -1)  # by session: its last row, how many it has, its last stretch
     sizes, newest = np.zeros_like(last), np.zeros_like(last)

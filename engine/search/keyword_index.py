@@ -130,7 +130,7 @@ class Places(NamedTuple):
 
 
 def places(session: NDArray[np.int32]) -> Places:
-    """The positions of rows, where `session` [rows] has the number of each row's session, -1 for none."""
+    """The positions of rows. session [rows]: the number of each row's session, below `rows`; -1 for none."""
     found = Places(np.empty(len(session), np.int64), np.empty((len(session), 2), np.int64))
     place_rows(session, STRETCH_TURNS, *found)
     return found

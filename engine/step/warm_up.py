@@ -83,8 +83,10 @@ def _shares_of_words(count: int) -> Float64s:
     stretch, beside = np.empty(count, np.int64), np.empty((count, 2), np.int64)
     place_rows(np.zeros(count, np.int32), 1, stretch, beside)
     add_context(shares.copy(), stretch, beside, 0.5, 0.5, shares)
-    none, found = np.empty((0, 1)), np.empty((0, 1), np.uint32)
-    find_related(found[:, 0], found[:, 0], found.astype(np.uint16), found.astype(np.uint8), 1.0, found, none)
+    closeness, found = np.empty((0, 1)), np.empty((0, 1), np.uint32)
+    find_related(
+        found[:, 0], found[:, 0], found.astype(np.uint16), found.astype(np.uint8), 1.0, found, closeness
+    )
     return shares
 
 

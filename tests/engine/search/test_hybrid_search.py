@@ -195,6 +195,12 @@ def test_the_compiled_context_is_that_of_numpy_to_the_last_bit(seed: int) -> Non
     beside = np.full((200, 2), -1)
     beside[after, 0], beside[before, 1] = before, after
     assert where.beside.tolist() == beside.tolist()
+    for rows in of_sessions:
+        stretches = where.stretch[rows].tolist()
+        assert [stretches.index(n) for n in stretches] == [n - n % STRETCH_TURNS for n in range(len(rows))]
+    assert len(set(where.stretch[session >= 0])) == sum(
+        -(-len(rows) // STRETCH_TURNS) for rows in of_sessions
+    )
     there = session >= 0
     own = np.where(there & (rng.random(200) < 0.3), rng.random(200), 0.0)
     shares = own.copy()
@@ -264,7 +270,10 @@ def test_the_table_of_related_words_is_sound() -> None:
     assert terms.shape == closeness.shape == (len(known.terms), 8)
     assert ((closeness >= 0) & (closeness <= RELATED_SHARE)).all() and (np.diff(closeness, axis=1) <= 0).all()
     assert not (terms == known.terms[:, None]).any(), "no word is its own"
-    unknown = np.setdiff1d(np.arange(9, dtype=np.uint32), known.terms)
+    assert known.near.max() < len(known.terms), "the compiled code does not check it"
+    tried = np.array([*range(9), 2**32 - 1], np.uint32)
+    unknown = np.setdiff1d(tried, known.terms)
+    assert len(unknown) > 1
     assert not related(unknown)[1].any()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +68,17 @@ def test_settings_state_a_share_unless_a_theta_is_given() -> None:
     assert prior_theta("all-MiniLM-L6-v2", 0.0375) == 0.68, "half-way between 0.025 and 0.05"
 
 
-@pytest.mark.parametrize("count", [2, 3, 20, 21])
+# by hand: how many of n turns' pairs are a share of them, at least one
+COUNTS = {2: (1, 1, 1, 1), 3: (1, 1, 2, 3), 20: (1, 19, 95, 190), 21: (1, 21, 105, 210)}
+
+
+@pytest.mark.parametrize("count", COUNTS)
 def test_a_quantile_is_the_cosine_that_the_share_reaches_exactly(count: int) -> None:
     vectors = ENCODER.encode([turn.text for turn in topical("ann", count)])
     exact = [[Fraction(float(x)) for x in row] for row in vectors]
     pairs = [sum(map(Fraction.__mul__, a, b), Fraction(0)) for n, a in enumerate(exact) for b in exact[:n]]
-    for share in (0.001, 0.1, 0.5, 0.999):
-        theta = sorted(pairs, reverse=True)[max(1, ceil(share * len(pairs))) - 1]
+    for share, reached in zip((0.001, 0.1, 0.5, 0.999), COUNTS[count], strict=True):
+        theta = sorted(pairs, reverse=True)[reached - 1]
         assert pair_quantiles(vectors, (share,)) == pytest.approx((min(1.0, float(theta)),), abs=0)
         assert pair_quantiles(torch.from_numpy(vectors), (share, 0.3))[0] == min(1.0, float(theta))
 
