@@ -109,8 +109,8 @@ def _cost(engine: Engine, answers: list[dict[str, str]], out: Console) -> dict[s
     every_turn = sum(tokens.of_prompt(prompt) for prompt in _one_prompt_a_turn(engine))
     counts = engine.stats()
     out.print(
-        f"\n{counts['turns']} turns became {counts['episodes']} episodes and {counts['facts']} facts with "
-        f"{built.calls} LLM calls."
+        f"\nTurns read: {counts['turns']}. Made of them: episodes: {counts['episodes']}, facts: "
+        f"{counts['facts']}. LLM calls: {built.calls}."
     )
     out.print(
         f"Building memory sent {built.prompt_tokens:,} prompt tokens ({built.cached_prompt_tokens:,} of them "
