@@ -1,4 +1,4 @@
-"""Undertow: long-term memory for LLM agents, with an LLM call only when a topic recurs.
+"""Undertow: long-term memory for LLM agents, with an LLM call when a topic recurs.
 
 The public names below are loaded on first use, so that `import undertow.kernels` needs no engine.
 """
