@@ -88,8 +88,8 @@ class Settings(BaseSettings):
     salience_day_tokens: int = Field(default=20_000, ge=0)
     quiet_share: float = Field(default=0.7, ge=0.0, lt=1.0)
 
-    # NEMORI, section 4.1: w, the messages of a window, and tau, the least cosine of a fact that a prediction
-    # is made from.
+    # NEMORI, section 4.1: w, the messages of a window, and tau: a prediction is made from facts with a cosine
+    # above it.
     window_messages: int = Field(default=20, ge=1, le=200)
     theta_evoke: float = Field(default=0.70, ge=-1.0, le=1.0)
     # NEMORI: what is done with new facts (docs/policies.md).

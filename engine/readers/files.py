@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import ijson
+import orjson
 
 from undertow.engine.base.model import BadInput, InputError
 from undertow.engine.readers.exports.source import (
@@ -47,6 +48,8 @@ _MARKS: dict[str, LogFormat] = {
 }
 # Where the first object stands that is to have one of these fields.
 _PLACES = ("", "item", "results.item", "items.item")
+# An item of LangGraph is shorter.
+_LINE_BYTES = 1 << 20
 _CURE = "Name the format with --format."
 _SLACK_FILES = ("channels.json", "users.json")
 
@@ -139,7 +142,7 @@ def detect_format(path: Log | Path) -> LogFormat:
     """
     log = Log.of(path)
     if log.name.endswith(JSON_LINES):
-        return "messages"
+        return _of_lines(log)
     try:
         with members(log) as files:
             if found := slack_or_whatsapp(files):
@@ -153,6 +156,17 @@ def detect_format(path: Log | Path) -> LogFormat:
     except UNREADABLE as problem:
         raise _refuse(log, f"is not of a known format: {problem}", _CURE) from None
     raise _refuse(log, "holds no file of a known export", _CURE)
+
+
+def _of_lines(log: Log) -> LogFormat:
+    """By the first line. What is wrong with a line is told when it is read."""
+    try:
+        with log.unpacked() as file:
+            first = orjson.loads(file.readline(_LINE_BYTES))
+    except (orjson.JSONDecodeError, *DAMAGED):
+        return "messages"
+    is_item = isinstance(first, dict) and {"namespace", "key", "value"} <= first.keys()
+    return "langgraph" if is_item else "messages"
 
 
 def _format_of(log: Log, opened: Opener) -> LogFormat:

@@ -66,6 +66,8 @@ def test_tenants_memories_searches_answers_and_counts(
     assert answered.code == 0 and answered.out.strip()
     tables = run("export", "--parquet", tmp_path / "out", "--store", service.url, env=key)
     assert (tables.code, tables.doc["turns"]) == (0, 48)
+    told = run("export", "--parquet", tmp_path / "more", "--vectors", "--store", service.url, env=key)
+    assert told.code == 2 and "does not tell its encoder" in told.err and not (tmp_path / "more").exists()
 
 
 def test_what_a_service_cannot_do_is_refused_in_words(service: Running) -> None:

@@ -73,7 +73,7 @@ def flush(
     """Consolidate now the turns that wait for more turns, as their conversation has ended.
 
     NEMORI gathers turns until its window is full, HiMem until a session ends: after an ingest the last ones
-    of each tenant wait. Under RecMem and the eager policy no turn waits for others.
+    of each tenant wait. RecMem reads the most informative of the last turns. Others have nothing to do.
     """
     settings = models.settings()
     if ray is None:

@@ -397,7 +397,10 @@ def export(
             for reports in shards
             for name in ([tenant] if tenant else [one["tenant"] for one in reports.tenant_sizes()])
         )
-        rows = export_parquet(exports, parquet, shards[0].encoder_digest if shards else None)
+        digest = shards[0].encoder_digest if shards else None
+        if vectors and shards and digest is None:
+            raise WrongUsage("a service does not tell its encoder: leave out --vectors, or name its store")
+        rows = export_parquet(exports, parquet, digest)
     put_json({"folder": str(parquet), **rows})
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from undertow.engine.base.model import BadInput
 from undertow.engine.readers import Format, detect_format
+from undertow.engine.readers.exports.mem0 import PREFIXES
+from undertow.serving.http.routes.mem0.entities import PREFIXES as OF_ROUTES
 
 from .samples import read_export, texts, turns, write_json
 
@@ -43,8 +45,28 @@ def test_a_memory_of_mem0_is_a_turn_with_its_metadata(tmp_path: Path, document: 
     (turn,) = turns(path, tenant=None)
     assert (turn.tenant, turn.session_id, turn.text) == ("ann", "r1", "user: Ann likes herring.")
     assert turn.timestamp == "2024-01-06T10:00:00-08:00"
-    assert turn.metadata == {"stars": 5, "categories": ["food"], "id": "m-1", "imported_from": "mem0"}
+    own = {"stars": 5, "categories": ["food"], "id": "m-1", "imported_from": "mem0"}
+    assert turn.metadata == {**own, "run_id": "r1"}
     assert turns(path, tenant="other")[0].tenant == "other"
+
+
+@pytest.mark.parametrize(
+    ("named", "tenant", "others"),
+    [
+        ({"agent_id": "a"}, "agent:a", {}),
+        ({"app_id": "x", "run_id": "r"}, "app:x", {"run_id": "r"}),
+        ({"run_id": "r", "agent_id": ""}, "run:r", {}),
+        ({"user_id": "u", "agent_id": "a"}, "u", {"agent_id": "a"}),
+    ],
+)
+def test_a_memory_of_mem0_gets_the_tenant_that_its_routes_would_give_it(
+    tmp_path: Path, named: dict[str, str], tenant: str, others: dict[str, str]
+) -> None:
+    path = write_json(tmp_path / "memories.json", [{"id": "1", "memory": "x", "metadata": None, **named}])
+    (turn,) = turns(path, tenant=None)
+    given = {name: turn.metadata[name] for name in PREFIXES if name in turn.metadata}
+    assert (turn.tenant, given) == (tenant, others)
+    assert {"user_id": "", **{field: kind for kind, field in OF_ROUTES.items()}} == {**PREFIXES}
 
 
 def test_a_changed_memory_is_new_and_the_same_one_is_not(tmp_path: Path) -> None:
@@ -58,6 +80,7 @@ def test_a_changed_memory_is_new_and_the_same_one_is_not(tmp_path: Path) -> None
     ("change", "field"),
     [
         ({"user_id": None, "run_id": None}, "user_id"),
+        ({"user_id": "agent:a"}, "user_id"),
         ({"user_id": " "}, "user_id"),
         ({"memory": ""}, "memory"),
         ({"memory": 3}, "memory"),
@@ -85,6 +108,7 @@ def test_an_item_without_text_is_its_value_and_lines_of_items_are_read(tmp_path:
     path = tmp_path / "store.jsonl"
     items = [ITEM, {**ITEM, "key": "soup", "value": {"likes": "soup", "stars": 1}}]
     path.write_text("\n".join(map(json.dumps, items)))
+    assert detect_format(path) == "langgraph"
     assert texts(path, None, "langgraph") == [
         "user: Ann likes herring.",
         'user: {"likes":"soup","stars":1}',
