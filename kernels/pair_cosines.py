@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.compiled_rows import sums
@@ -24,12 +23,12 @@ def pair_quantiles(vectors: Vectors, shares: Sequence[float]) -> tuple[float, ..
     vectors: float16 [n, dim], n at least 2, normalised, NumPy or a tensor; shares: each above 0, below 1.
     """
     count = len(vectors)
-    if isinstance(vectors, torch.Tensor):
-        rows = vectors.double()
-        of_pairs = (rows @ rows.T).cpu().numpy()[np.tri(count, k=-1, dtype=np.bool_)]
-    else:
+    if isinstance(vectors, np.ndarray):
         of_pairs = np.empty(count * (count - 1) // 2)
         _fill(vectors.astype(np.float64), of_pairs)
+    else:
+        rows = vectors.double()
+        of_pairs = (rows @ rows.T).cpu().numpy()[np.tri(count, k=-1, dtype=np.bool_)]
     places = [len(of_pairs) - max(1, int(np.ceil(share * len(of_pairs)))) for share in shares]
     ordered = np.partition(of_pairs, places)
     return tuple(float(np.clip(ordered[place], -1.0, 1.0)) for place in places)
@@ -37,9 +36,10 @@ def pair_quantiles(vectors: Vectors, shares: Sequence[float]) -> tuple[float, ..
 
 @sums
 def _fill(rows: Float64s, of_pairs: Float64s) -> None:
-    """The lower triangle of rows @ rows.T, row by row. Two by two rows at a time, as each is then read less.
+    """Write the lower triangle of rows @ rows.T, row by row.
 
-    Not by NumPy: its BLAS would use a second thread, which spins for many milliseconds after each product.
+    It takes two rows with two others at a time, and so reads each row half as often. NumPy is not used: its
+    BLAS would start a second thread, which spins for many milliseconds after each product.
     """
     last = rows.shape[0] - 1
     for i in range(0, last + 1, 2):

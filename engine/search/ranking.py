@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,8 +27,10 @@ from undertow.kernels.arena.arena import Arena
 from undertow.kernels.bm25 import Float64s
 from undertow.kernels.gate.gate import Gate
 from undertow.kernels.topk.hybrid import hybrid_top_k
-from undertow.kernels.topk.ivf import IvfIndex, IvfReport
 from undertow.prompts.builders import Prompt, ShownMemory, answer_prompt
+
+if TYPE_CHECKING:  # only very large tenants need torch for an index
+    from undertow.kernels.topk.ivf import IvfIndex, IvfReport
 
 # A selection of a segment's rows: bool [rows].
 Rows = NDArray[np.bool_]
@@ -250,6 +252,8 @@ class Ranker:
             return None
         index = self._indexes.get(tenant)
         if index is None:
+            from undertow.kernels.topk.ivf import IvfIndex
+
             index = self._indexes[tenant] = IvfIndex(self._arena, tenant.turns_segment, self._gate)
         else:
             index.refresh()

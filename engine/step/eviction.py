@@ -7,8 +7,6 @@ from itertools import islice
 from math import inf
 from weakref import WeakSet
 
-import torch
-
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
 from undertow.engine.step.scheduler import Scheduler
@@ -169,6 +167,8 @@ def arena_of(settings: Settings, dim: int) -> Arena:
         raise UndertowError(str(error)) from None
     if device == "cpu":
         return make_arena(dim, device)
+    import torch
+
     # torch caches freed memory, such as a closed engine's pool, which the driver then reports as used
     torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info()

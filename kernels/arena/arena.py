@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 
 from undertow.kernels.arena.segment_ids import SegmentIds
@@ -233,6 +232,8 @@ def make_arena(
     """
     if resolve(device) == "cpu":
         return Arena(dim)
+    import torch
+
     from undertow.kernels.arena.device_memory import DeviceMemory, share_pool
 
     share_pool()

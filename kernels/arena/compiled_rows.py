@@ -166,7 +166,7 @@ def _first_unfit(address: int, count: int, dim: int) -> int:
 
 
 def fit_rows(vectors: Vectors, dim: int) -> Float16s:
-    """The vectors, NumPy float16 [n, dim], checked as by `check_array` and contiguous. ValueError."""
+    """The vectors, NumPy float16 [n, dim], checked as by `widened` and contiguous. ValueError."""
     rows: Float16s = np.ascontiguousarray(check_form(vectors, dim))
     bad = _first_unfit(rows.ctypes.data, len(rows), dim)
     if bad >= 0:

@@ -18,14 +18,8 @@ from numpy.typing import NDArray
 
 from undertow.kernels.arena.range_allocator import Range, RangeAllocator, class_rows
 from undertow.kernels.arena.row_codes import code_bytes, codes_of
-from undertow.kernels.arena.vector_checks import (
-    CheckedRows,
-    Float16s,
-    Vectors,
-    check_array,
-    check_tensor,
-    to_tensor,
-)
+from undertow.kernels.arena.tensors import CheckedRows, check_array, check_tensor, to_tensor
+from undertow.kernels.arena.vector_checks import Float16s, Vectors
 
 Int64s = NDArray[np.int64]
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import Arena
 from undertow.kernels.arena.row_codes import code_bytes, codes_of
-from undertow.kernels.arena.vector_checks import Vectors, check_form, check_tensor, to_tensor
+from undertow.kernels.arena.tensors import check_tensor, to_tensor
+from undertow.kernels.arena.vector_checks import Vectors, check_form
 from undertow.kernels.error_bounds import CODE_SLACK, tensor_core_slack
 from undertow.kernels.gate.gate import GateReadings, Probes
 from undertow.kernels.gate.plan import GateHits, Plan, TaskLimits

@@ -8,14 +8,16 @@ depend on the batch, the device or the number of threads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 
 from undertow.kernels.arena.arena import LIVE, PRESENT, Arena
-from undertow.kernels.arena.vector_checks import Vectors, to_tensor, widened
+from undertow.kernels.arena.vector_checks import Vectors, widened
+
+if TYPE_CHECKING:
+    import torch
 
 Int64s = NDArray[np.int64]
 Float64s = NDArray[np.float64]
@@ -71,7 +73,8 @@ class Probes:
     k: Int64s
     places: Places
     turn_flag: int = LIVE  # only turn rows with this flag are read
-    turn_flags: torch.Tensor | None = None  # uint8 [rows] in place of the only segment's flags
+    # uint8 [rows] in place of the only segment's flags
+    turn_flags: NDArray[np.uint8] | torch.Tensor | None = None
 
     def __len__(self) -> int:
         """The number of queries."""
@@ -146,17 +149,22 @@ class Gate:
         found = self._read(replace(probes, turn_flag=PRESENT, turn_flags=flags))
         return found.offsets, found.rows, found.scores
 
-    def _flags(self, segments: Int64s, wanted: NDArray[np.bool_] | torch.Tensor) -> torch.Tensor:
+    def _flags(
+        self, segments: Int64s, wanted: NDArray[np.bool_] | torch.Tensor
+    ) -> NDArray[np.uint8] | torch.Tensor:
         """The flags of the wanted rows that are PRESENT: uint8 [rows] on the arena's device."""
         present = self.arena.held_flags(int(segments[0]))
         is_bool = str(wanted.dtype) in ("bool", "torch.bool")  # other dtypes would change the flags
         if (segments != segments[0]).any() or not is_bool or tuple(wanted.shape) != tuple(present.shape):
             raise ValueError(f"wanted must be bool [{len(present)}], one entry a row of the only segment")
-        if not isinstance(present, torch.Tensor):
-            return to_tensor(np.where(np.asarray(wanted), present & PRESENT, np.uint8(0)))
+        if isinstance(present, np.ndarray):
+            flags: NDArray[np.uint8] = np.where(np.asarray(wanted), present & PRESENT, np.uint8(0))
+            return flags
+        from undertow.kernels.arena.tensors import to_tensor
+
         # Upload what the host knows. The rows' own flags are read on the device.
-        held = wanted if isinstance(wanted, torch.Tensor) else to_tensor(wanted).to(present.device)
-        return (present & PRESENT) * held
+        held = to_tensor(wanted).to(present.device) if isinstance(wanted, np.ndarray) else wanted
+        return (present & PRESENT) * held  # type: ignore[no-any-return]
 
     def _check(
         self,
@@ -221,19 +229,22 @@ class Gate:
         )
 
     def _scores(
-        self, segment: int, query: Float64s, limit: int | None, flag: int, flags: torch.Tensor | None = None
+        self, segment: int, query: Float64s, limit: int | None, flag: int, flags: Any = None
     ) -> tuple[Int64s, Float64s]:
         """Rows below `limit` with the flag, and their exact scores."""
         vectors = self.arena.vectors(segment)[:limit]
-        held = self.arena.flags(segment) if flags is None else flags.cpu().numpy()
+        held = self.arena.flags(segment) if flags is None else _on_host(flags)
         rows = np.flatnonzero(held[:limit] & flag)
         scores = np.empty(len(rows), np.float64)
         for start in range(0, len(rows), _BLOCK_ROWS):
             block = slice(start, start + _BLOCK_ROWS)
             some = vectors[rows[block]]
-            on_host = some.cpu().numpy() if isinstance(some, torch.Tensor) else some
-            scores[block] = on_host.astype(np.float64) @ query
+            scores[block] = _on_host(some).astype(np.float64) @ query
         return rows, scores
+
+
+def _on_host(values: Any) -> NDArray[Any]:
+    return values if isinstance(values, np.ndarray) else values.cpu().numpy()
 
 
 def _column(name: str, values: ArrayLike, count: int) -> Int64s:

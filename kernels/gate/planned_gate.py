@@ -43,7 +43,9 @@ class PlannedGate(Gate, ABC):
         count, asks, places = len(probes), _asks(probes), probes.places
         lengths, turn_flags = places.episode_rows[asks], places.turn_flags
         if probes.turn_flags is not None:
-            turn_flags = np.full_like(turn_flags, probes.turn_flags.data_ptr())
+            own = probes.turn_flags
+            at = own.ctypes.data if isinstance(own, np.ndarray) else own.data_ptr()
+            turn_flags = np.full_like(turn_flags, at)
         turns = ProbeBatch(
             query=np.arange(count),
             segment=probes.turn_segments,

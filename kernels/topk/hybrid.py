@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import Arena
 from undertow.kernels.arena.vector_checks import Float16s, widened
 from undertow.kernels.gate.gate import Gate
 from undertow.kernels.topk.combined_score import CANDIDATES, lent, raised
-from undertow.kernels.topk.rows import DeviceRows
 from undertow.kernels.topk.topk import check_allowed, top_k
 
 Rows = NDArray[np.bool_]
@@ -42,7 +40,7 @@ def hybrid_top_k(
     check_allowed(len(vectors), segment, allowed)
     if k <= 0 or len(vectors) == 0:
         return []
-    if isinstance(vectors, torch.Tensor):
+    if not isinstance(vectors, np.ndarray):
         return _best_on_device(arena, segment, query, k, allowed, shares, scan, beside)
     # Imported here: it needs numba, which a machine with a GPU may lack.
     from undertow.kernels.topk.host_rows import best_of_rows
@@ -88,6 +86,8 @@ def _cosines(arena: Arena, segment: int, query: Float16s, rows: Int64s) -> list[
     """The exact cosines of some rows of a device arena."""
     if not len(rows):
         return []
+    from undertow.kernels.topk.rows import DeviceRows  # needs torch
+
     asked = widened(query, arena.dim)
     found = DeviceRows.of(arena.vectors(segment)).scores(asked, rows.reshape(1, -1))[0]
     cosines: list[float] = found.tolist()

@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import PRESENT, Arena
-from undertow.kernels.arena.vector_checks import to_tensor, widened
+from undertow.kernels.arena.tensors import to_tensor
+from undertow.kernels.arena.vector_checks import widened
 from undertow.kernels.gate.gate import Gate
 from undertow.kernels.topk.topk import Float64s, Int64s, scanned, top_k
 

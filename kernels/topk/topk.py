@@ -11,14 +11,19 @@ k best.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 
 from undertow.kernels.arena.arena import PRESENT, Arena
 from undertow.kernels.arena.vector_checks import widened
 from undertow.kernels.gate.gate import Gate
-from undertow.kernels.topk.rows import DeviceRows
+
+if TYPE_CHECKING:  # rows in host memory need no torch
+    import torch
+
+    from undertow.kernels.topk.rows import DeviceRows
 
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
@@ -51,8 +56,10 @@ def top_k(
     if scan is not None and 0 < k <= _SCAN_K:
         return scanned(scan, np.full(len(wide), segment), queries, k, allowed)
     vectors, flags = arena.vectors(segment), arena.flags(segment)
-    if not isinstance(vectors, torch.Tensor):
+    if isinstance(vectors, np.ndarray):
         return _search_host(vectors, flags, queries, k, allowed)
+    from undertow.kernels.topk.rows import DeviceRows
+
     present = flags & PRESENT != 0
     wanted = present if allowed is None else present & allowed
     return _search(DeviceRows.of(vectors), np.flatnonzero(wanted), wide, k)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from undertow.kernels.arena.arena import Arena, make_arena
-from undertow.kernels.arena.vector_checks import CheckedRows, check_tensor
+from undertow.kernels.arena.tensors import CheckedRows, check_tensor
 from undertow.kernels.gate.gate import NO_SEGMENT, Gate
 
 from ..support.kernels.arena import DIM, arena_of, random_vectors

@@ -33,7 +33,7 @@ def mem0(export: Export, raw: Any) -> Iterator[PackedTurn]:
         if (name := name_of(raw, field, may_be_empty=True))
     }
     tenant = owner(export, named, *PREFIXES)
-    if tenant.startswith(_OTHERS) and tenant == named.get("user_id"):
+    if not export.log.tenant and tenant.startswith(_OTHERS) and tenant == named.get("user_id"):
         raise BadField("user_id", f"{tenant!r:.80} would be the tenant of another here", "Give --tenant.")
     text = text_of(raw, "memory") or ""
     at = first_time(raw, "updated_at", "created_at")

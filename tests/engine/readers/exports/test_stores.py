@@ -48,6 +48,8 @@ def test_a_memory_of_mem0_is_a_turn_with_its_metadata(tmp_path: Path, document: 
     own = {"stars": 5, "categories": ["food"], "id": "m-1", "imported_from": "mem0"}
     assert turn.metadata == {**own, "run_id": "r1"}
     assert turns(path, tenant="other")[0].tenant == "other"
+    named_so = write_json(tmp_path / "agents.json", [{**MEMORY, "user_id": "agent:a"}])
+    assert turns(named_so, tenant="agent:a")[0].tenant == "agent:a"
 
 
 @pytest.mark.parametrize(
