@@ -11,8 +11,8 @@ folder=${1:-build/gpu-kit}
 python=${PYTHON:-.venv/bin/python}
 version=${KIT_PYTHON_VERSION:-3.12}
 
-small="annotated-types distro ijson jiter lance-namespace lance-namespace-urllib3-client orjson
- pydantic pydantic-core pydantic-settings python-dotenv sniffio typing-inspection"
+small="annotated-types distro httpcore2 httpx2 ijson jiter lance-namespace lance-namespace-urllib3-client orjson
+ psutil pydantic pydantic-core pydantic-settings python-dotenv sniffio truststore typing-inspection"
 tokenizers="nanotoken tokenizers"
 large="obstore openai pylance"
 

@@ -47,6 +47,24 @@ print(sorted({"torch", "numba", "pandas", "faiss", "transformers", "openai"} & s
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_words_as_vectors_are_stored_and_found_without_torch(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from undertow import Engine, Settings, make_encoder
+settings = Settings()
+with Engine(Path(sys.argv[1]), settings, make_encoder(settings)) as engine:
+    engine.add("ada", [{"role": "user", "content": "The bees swarmed in May."}])
+    engine.drain()
+    assert engine.search("ada", "When did the bees swarm?").turns
+print("torch" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "s"], env=ENV, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
 def test_version_is_that_of_the_project() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     shown = run("--version")
