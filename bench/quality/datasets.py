@@ -70,7 +70,7 @@ class Question:
 class Sample:
     """One conversation or haystack. `holds[i]`: the ids of the evidence that turn i would be.
 
-    `observations`: by the id of a message, what people wrote down of it (LoCoMo; else none).
+    `observations`: by the id of a message, what LoCoMo's own LLM has noted of it (else none).
     """
 
     tenant: str

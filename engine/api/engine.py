@@ -249,8 +249,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
         return self.end_step()
 
     def begin_step(self, wait_s: float = 0.0, *, storing: bool = False, brief: bool = False) -> None:
-        """As `step`, up to its commit. Until `end_step` the engine serves only searches of other tenants than
-        those of `scheduler.uncommitted`."""
+        """As `step`, up to its commit. Until `end_step`, search no tenant in `scheduler.uncommitted`."""
         self._check_sound()
         self._residency.prepare()
         with self._failing():
@@ -397,6 +396,8 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
     def _erase(self, command: q.EraseCommand) -> Certificate | None:
         self._check_sound()
         tenant, key = command.tenant, self.journal.info.tenant_key(command.tenant)
+        if command.now and self.tenants.awaits_purge(tenant):
+            return self.purge().get(key)
         self.tenants.require(tenant)
         self.scheduler.drop_tenant(tenant)
         self._feedback.forget([tenant])

@@ -192,8 +192,8 @@ class MemoryApi(ABC):
     def erase(self, tenant: str, *, now: bool = False) -> Certificate | None:
         """Erase a tenant: gone from every answer at once; the bytes go with the next purge.
 
-        With `now`, purges and returns the certificate. NotCertified: the tenant's last bytes are still at
-        the shard that it came from.
+        With `now`, purges and returns the certificate, also of a tenant that was erased before and not
+        purged. NotCertified: the tenant's last bytes are still at the shard that it came from.
         """
         return self.call(q.EraseCommand(tenant, now))
 

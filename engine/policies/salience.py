@@ -34,7 +34,7 @@ LINE_WORDS, SMOOTHING = 8, 2
 def information(text: str) -> int:
     """How much a text says: its uncommon words, each once; numbers, names and cues of plans and dates twice.
 
-    The list of common words is English: in another language every word counts. docs/quality.md has figures.
+    The list of common words is English: in another language every word counts.
     """
     words = set(WORDS.findall(text.lower()))
     telling = [word for word in words - COMMON_WORDS if len(word) > 2 or word[0].isdigit()]

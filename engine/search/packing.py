@@ -13,7 +13,7 @@ from undertow.engine.search.ranking import ANY_TIME, shows
 from undertow.engine.tenants.tenant import Tenant
 from undertow.prompts.builders import ShownMemory, anchored, fenced
 
-# How much of a fact's score reaches the turns it rests on. docs/quality.md has the figures.
+# How much of a fact's score reaches the turns it rests on.
 KEY_SHARE = 0.2
 
 

@@ -51,6 +51,11 @@ class TenantCatalog:
     def __contains__(self, name: str) -> bool:
         return name in self._known_names()
 
+    def awaits_purge(self, name: str) -> bool:
+        """Whether the tenant is erased and the bytes of it are not: nothing came under its name since."""
+        tombstone = self.erased.get(self._journal.info.tenant_key(name), {"purged": True})
+        return name not in self and not tombstone["purged"]
+
     def require(self, name: str) -> None:
         """UnknownTenant if the tenant has nothing in the store; Moved or InTransit if it is leaving."""
         self.require_here([name])

@@ -66,7 +66,7 @@ class UndertowMemoryService(BaseMemoryService):
             )
 
     async def search_memory(self, *, app_name: str, user_id: str, query: str) -> SearchMemoryResponse:
-        """The nearest turns, episodes and facts, best first. ValueError: the query is empty."""
+        """The nearest turns, episodes and facts, best first. An empty query: ValueError or BadRequest."""
         tenant = tenant_name(self._prefix, app_name, user_id)
         hits = await asyncio.to_thread(self._memories.search, tenant, query, self._top_k)
         return SearchMemoryResponse(

@@ -12,7 +12,7 @@ from undertow.engine.base.memory_api import MemoryApi
 from undertow.engine.base.model import UndertowError, UnknownMemory
 from undertow.engine.base.results import Hit, HitKind, Report
 from undertow.serving.client import Client
-from undertow.serving.client.errors import BadRequest, NotFound
+from undertow.serving.client.errors import BadRequest, NotFound, ServiceError
 
 Messages = Sequence[Mapping[str, Any]]
 Where = Mapping[str, Any]
@@ -136,7 +136,9 @@ def absence() -> Iterator[None]:
     except NotFound as error:
         if not error.kind.endswith((":unknown-tenant", ":unknown-memory")):
             raise
-    except UndertowError as error:
+    except ServiceError:
+        raise
+    except UndertowError as error:  # of an engine in this process, so its packages are there
         from undertow.engine.tenants.registry import UnknownTenant
 
         if not isinstance(error, UnknownTenant | UnknownMemory):

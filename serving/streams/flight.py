@@ -17,6 +17,7 @@ import pyarrow.flight as flight
 
 from undertow.engine.base.model import InputError, UndertowError
 from undertow.engine.base.results import TableReport
+from undertow.engine.cluster.routing.errors import ShardDown
 from undertow.engine.readers import StoreEncoder, turns_of_rows
 from undertow.serving.auth.authenticator import Authenticator, KeyRefused
 from undertow.serving.auth.limits import RequestRates
@@ -136,7 +137,7 @@ def _told() -> Iterator[None]:
         yield
     except flight.FlightError:
         raise
-    except STORE_IS_FULL as error:
+    except (*STORE_IS_FULL, ShardDown) as error:
         raise flight.FlightUnavailableError(f"{error} Send the rest again later.") from None
     except UndertowError as error:
         raise flight.FlightServerError(str(error)) from None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from undertow.bench.machine import describe
 from undertow.bench.mock.llm import MockLLM
@@ -24,7 +24,7 @@ from undertow.engine.base.model import Turn
 from undertow.engine.base.process_tuning import settle_in
 from undertow.engine.llm.client import LLMClient
 from undertow.kernels.gate.factory import make_gate
-from undertow.prompts.operations import Operation
+from undertow.prompts.operations import RecMemOperation
 
 REFUSAL_RATE = 0.3  # of the mock's merges
 COLD_TENANTS = 16
@@ -40,7 +40,6 @@ class LoadCase:
     latency_s: float
 
 
-OPERATIONS: tuple[Operation, ...] = ("merge", "episode", "refine")
 CALIBRATION = LoadCase("calibration", 100, 100, 0.0)
 CASES = (
     LoadCase("many tenants, quick LLM: bound by the engine", 200, 60, 0.05),
@@ -107,8 +106,9 @@ def measure(data: Path, folder: Path) -> Profile:
     """The profile of this machine, from three runs: without decisions, without calls, and with both."""
     case = CALIBRATION
     log, encoder = warmed(data, case)
-    # nothing fires, so there is no LLM call
-    with engine_of(folder / "quiet", encoder, theta_count=1000, theta_merge=1.0) as engine:
+    # nothing fires and no turn is salient, so there is no LLM call
+    never: dict[str, Any] = {"theta_count": 1000, "theta_merge": 1.0, "salience_turns": 0, "quiet_share": 0.0}
+    with engine_of(folder / "quiet", encoder, **never) as engine:
         engine.scheduler.blocked.update(dict.fromkeys({turn.tenant for turn in log}, "measured later"))
         admit_s = _timed(lambda: engine.add_batch(log)) / len(log)
         engine.resume()
@@ -121,7 +121,7 @@ def measure(data: Path, folder: Path) -> Profile:
         full_s = _timed(lambda: (engine.add_batch(log), engine.drain())) / len(log)
         stats, usage = engine.stats(), engine.usage()
         each = [engine.usage(name).values() for name in engine.tenants.names()]
-    calls = {op: usage[op]["calls"] / len(log) for op in OPERATIONS if op in usage}
+    calls = {op: usage[op]["calls"] / len(log) for op in get_args(RecMemOperation) if op in usage}
     machine = describe()
     return Profile(
         name=f"{machine['cpu']}, {machine['cores']} cores; cached vectors, mock LLM",

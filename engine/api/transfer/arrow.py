@@ -64,9 +64,10 @@ ROW_GROUP = 8_192
 def export_tables(records: Iterable[Report], encoder: str | None = None) -> dict[str, pa.Table]:
     """The turns and the memories of an export's records (`Reports.export`, `Client.export`), in memory.
 
-    `turns.seq` is what `memories.source_seqs` names. A memory is current if its `superseded_at_seq` is null
-    and it is not `deleted`. Times are ISO 8601 text; `metadata` is JSON text. Vectors, where
-    the records have them, are a column `vectors`, list<float16>. `encoder`: the digest of what made them.
+    `turns.seq` is what `memories.source_seqs` names. A memory is current if its `superseded_at_seq` is null,
+    it is not `deleted`, and its `generation` is the tenant's latest. Times are ISO 8601 text; `metadata` is
+    JSON text. Vectors, where the records have them, are a column `vectors`, list<float16>. `encoder`: the
+    digest of what made them.
     """
     batches: dict[str, list[pa.RecordBatch]] = {"turns": [], "memories": []}
     for name, batch in _batches(records, encoder):

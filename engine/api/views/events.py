@@ -47,20 +47,27 @@ def store_events(journal: Journal, tenants: TenantCatalog, query: EventsQuery) -
         if len(rows) == query.limit or size >= MAX_PAGE_BYTES:
             break
     # without texts, that there was a memory may be told though its deletion follows
-    withheld = _withheld(journal, tenants, rows) if query.text else {}
-    shown = (row for row in rows if row not in withheld.get(row.tenant_key, ()))
+    withheld = _withheld(journal, tenants, rows) if query.text else frozenset()
+    shown = (row for row in rows if row.lsn not in withheld)
     told = ((row.lsn, _event(row, tenants, query.text)) for row in shown)
     return EventPage(tuple((lsn, event) for lsn, event in told if event is not None), at)
 
 
-def _withheld(journal: Journal, tenants: TenantCatalog, rows: Sequence[Row]) -> dict[str, Withheld]:
-    """By tenant key: what of the rows has a deleted turn's words."""
+def _withheld(journal: Journal, tenants: TenantCatalog, rows: Sequence[Row]) -> frozenset[int]:
+    """The lsns of rows with words that were deleted since: a turn's, or those of the memory itself."""
     keys = sorted({row.tenant_key for row in rows if row.kind in ("turn", "episode", "fact")})
     ids = [row.id for row in rows if row.kind in ("episode", "fact") and row.id]
     known = [*journal.read(tenant_keys=keys, kinds=["control"], vectors=False)]
     known += journal.read(tenant_keys=keys, kinds=["episode", "fact"], ids=ids, vectors=False) if ids else []
     known = sorted((row for row in known if not tenants.is_erased(row)), key=lambda row: row.lsn)
-    return {key: Withheld([row for row in known if row.tenant_key == key]) for key in keys}
+    of = {key: Withheld([row for row in known if row.tenant_key == key]) for key in keys}
+    memories = (row for row in known if row.kind in ("episode", "fact"))
+    deleted = {(row.tenant_key, row.id): row.lsn for row in memories if memory_of(row).deleted}
+    return frozenset(
+        row.lsn
+        for row in rows
+        if row in of.get(row.tenant_key, ()) or row.lsn < deleted.get((row.tenant_key, row.id), -1)
+    )
 
 
 def _event(row: Row, tenants: TenantCatalog, text: bool) -> Report | None:

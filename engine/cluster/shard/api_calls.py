@@ -315,7 +315,8 @@ class ApiCalls:
             running.cancelled |= running.tenant == tenant
         self.streams.forget(tenant)
         self._supervisor.quarantine.forget(tenant)
-        if command.again and tenant not in engine.tenants:
+        certifies = command.now and engine.tenants.awaits_purge(tenant)
+        if certifies or (command.again and tenant not in engine.tenants):
             return
         for call in self._work.calls:
             call.withdraw(tenant, (Status.STORED, None, None, None))

@@ -66,7 +66,7 @@ def _erase_in_store(store: Location, tenant: str, ask: Callable[[], None], *, no
     with open_engine(store, opt.settings_of(llm="off"), encodes=False) as engine:
         tenant_key, tenants = engine.journal.info.tenant_key, engine.tenants
         key = tenant_key(tenant)
-        buried = tenant not in tenants and not tenants.erased.get(key, {"purged": True})["purged"]
+        buried = tenants.awaits_purge(tenant)
         if not buried:
             tenants.require(tenant)
             ask()

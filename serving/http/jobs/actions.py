@@ -28,6 +28,7 @@ OUT_OF_REACH = (
     "prefixes in the key file, which are of groups of tenants",
     "other erasures of the tenant that still wait, which hold its name until they have ended",
 )
+NAMED_IN_KEYS = "keys that name the tenant, if its memories were deleted and not the tenant erased"
 KEYS_OUT_OF_REACH = "the key file, which could not be changed and may still name the tenant"
 
 
@@ -104,6 +105,16 @@ async def erase(service: Service, tenant: str, by: str) -> dict[str, Any]:
         if certificate is None:
             raise UnknownTenant(tenant)
         return certified(certificate, await _forget(service, tenant, key))
+
+
+async def delete_all(service: Service, tenant: str, by: str, *, again: bool = False) -> None:
+    """Delete a tenant's memories, and what the service keeps of them, but leave its keys. UnknownTenant."""
+    key = service.memories.tenant_key(tenant)
+    async with service.audited("delete_all", by, tenant) as entry:
+        entry.counts["jobs_dropped"] = await service.jobs.forget(key)
+        await service.memories.call(EraseCommand(tenant, again=again))
+        await service.once.forget(key)
+        await service.state.scrub()
 
 
 def certified(certificate: Certificate, more: tuple[str, ...] = OUT_OF_REACH) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Response
 from undertow.engine.base.queries import PurgeCommand, ReplayJobsCommand, StatsQuery, TenantsQuery, UsageQuery
 from undertow.serving.auth.principal import Principal, Scope
 from undertow.serving.client.results import Replayed, Results
-from undertow.serving.http.jobs.actions import certified
+from undertow.serving.http.jobs.actions import NAMED_IN_KEYS, OUT_OF_REACH, certified
 from undertow.serving.http.routes.access import Access, GuardedRoute, TenantAccess
 from undertow.serving.http.routes.schemas import Purged
 from undertow.serving.http.service import Sender, Served, Service
@@ -85,7 +85,8 @@ async def purge(service: Served, sender: Sender) -> Any:
     async with service.audited("purge", sender.key_id) as entry:
         certificates = await service.memories.call(PurgeCommand())
         entry.counts["tenants_purged"] = len(certificates)
-    return {"certificates": [certified(certificate) for certificate in certificates.values()]}
+    more = (*OUT_OF_REACH, NAMED_IN_KEYS)
+    return {"certificates": [certified(certificate, more) for certificate in certificates.values()]}
 
 
 @router.post("/v1/replay")

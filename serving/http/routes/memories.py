@@ -10,7 +10,6 @@ from fastapi import APIRouter, Query, Request, Response
 
 from undertow.engine.base.queries import (
     DeleteCommand,
-    EraseCommand,
     GetQuery,
     HistoryQuery,
     ListQuery,
@@ -19,6 +18,7 @@ from undertow.engine.base.queries import (
 from undertow.engine.search.where import Where
 from undertow.serving.auth.principal import Scope
 from undertow.serving.client.results import Changed, Kind, Listed, Memory, Page
+from undertow.serving.http.jobs import actions as acts
 from undertow.serving.http.problems import bad_field
 from undertow.serving.http.routes.access import Access, GuardedRoute
 from undertow.serving.http.routes.schemas import AllDeleted, FiltersText, MomentText, UpdateRequest
@@ -105,10 +105,10 @@ async def delete(tenant: Tenant, memory_id: MemoryId, service: Served, again: Ag
 async def delete_all(tenant: Tenant, service: Served, sender: Sender, again: Again) -> AllDeleted:
     """Delete all of a tenant's memories with their history: gone from every response at once.
 
-    The next purge removes the bytes. To remove them now, with a certificate, erase the tenant.
+    Its jobs and kept responses go too; its keys stay. The next purge removes the bytes. To remove all now,
+    with a certificate, erase the tenant.
     """
-    async with service.audited("delete_all", sender.key_id, tenant):
-        await service.memories.call(EraseCommand(tenant, again=again))
+    await acts.delete_all(service, tenant, sender.key_id, again=again)
     return AllDeleted()
 
 

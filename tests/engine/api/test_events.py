@@ -82,6 +82,14 @@ def test_a_follower_has_what_a_list_has(engine: Engine, name: str) -> None:
         assert versions == [v["version"] for v in engine.history(memory.id, tenant=name)]
 
 
+def test_the_words_of_a_deleted_memory_are_not_told(engine: Engine) -> None:
+    events = told(engine, [key_of(engine, "ann")])
+    gone = [e["memory_id"] for e in events if e["type"] == "memory.deleted" and e["kind"] != "turn"]
+    assert gone
+    for memory_id in gone:
+        assert [e["type"] for e in events if e.get("memory_id") == memory_id] == ["memory.deleted"]
+
+
 def test_parked_jobs_are_told_with_their_turns(engine: Engine) -> None:
     events = told(engine, [key_of(engine, "ann")])
     parked = [event for event in events if event["type"] == "turn.parked"]

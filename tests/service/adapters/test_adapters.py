@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from undertow.engine.base.model import UndertowError
-from undertow.serving.adapters.memories import Memories, tenant_name
+from undertow.serving.adapters.memories import Memories, absence, tenant_name
+from undertow.serving.client.errors import RateLimited
 
 from ...support.engine import open_engine
 
@@ -29,6 +30,12 @@ def test_nothing_else_loads_a_framework() -> None:
     code = LOADED.format(names=PACKAGES)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_error_of_a_service_needs_no_package_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "undertow.engine.tenants.registry", None)
+    with pytest.raises(RateLimited), absence():
+        raise RateLimited("busy", status=429)
 
 
 PARTS = st.lists(st.text(st.sampled_from("a/%2F."), max_size=3), max_size=3)

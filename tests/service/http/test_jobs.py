@@ -318,6 +318,20 @@ def test_an_erasure_leaves_nothing_but_its_certificate(running: Running, as_job:
     assert [(line["act"], line["outcome"]) for line in mine] == [("erase", "begun"), ("erase", "done")]
 
 
+def test_deleting_all_leaves_the_keys_and_the_certificate_says_so(running: Running) -> None:
+    client, name = running.client(), "tenant-of-two-notes"
+    running.key(Scope.READ, tenants=(name,))
+    add(client, name, "the boat", "the knee")
+    client.post(at(name, "/flush"), headers={"Idempotency-Key": "k"})
+    ended(client, client.post(at(name, "/flush"), headers=ASYNC).headers["location"])
+    assert client.delete(at(name, "/memories")).status_code == 200
+    assert files_with(running.folder, name.encode()) == ["keys.json"]
+    certificates = client.post("/v1/purge").json()["certificates"]
+    key = running.service.memories.tenant_key(name)
+    (certificate,) = (issued for issued in certificates if issued["tenant_key"] == key)
+    assert any("keys that name the tenant" in line for line in certificate["out_of_reach"])
+
+
 def test_deleting_all_then_erasing(client: httpx2.Client) -> None:
     add(client, "fay", "the boat")
     assert client.delete(at("fay", "/memories")).json() == {"event": "DELETE_ALL"}

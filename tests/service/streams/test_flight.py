@@ -23,7 +23,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
+from undertow.engine.base.model import UndertowError
 from undertow.engine.base.results import TableReport
+from undertow.engine.cluster.routing.errors import ShardDown
 from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.tenants.registry import ArenaFull
 from undertow.serving.auth.authenticator import Authenticator
@@ -99,11 +101,12 @@ class FullStore:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.full, self.store_encoder = engine, 0, engine.store_encoder
+        self.error: UndertowError = ArenaFull("the arena has no room.")
 
     def add_turns(self, tables: Iterable[pa.Table]) -> TableReport:
         if self.full:
             self.full -= 1
-            raise ArenaFull("the arena has no room.")
+            raise self.error
         return self.engine.add_turns(tables)
 
 
@@ -137,6 +140,9 @@ def test_bad_input_names_row_field_and_cure_and_a_full_store_asks_for_patience(
             put(url, table_of([{"tenant": "ada"}]))
         store.full = 1
         with pytest.raises(flight.FlightUnavailableError, match=r"no room.*again later"):
+            put(url, table_of(good), "place")
+        store.full, store.error = 1, ShardDown("s1", 1.0, "it does not answer")
+        with pytest.raises(flight.FlightUnavailableError, match=r"shard s1.*again later"):
             put(url, table_of(good), "place")
         assert [a["new_turns"] for a in put(url, table_of(good), "place", rows=2)] == [2, 2, 2]
         monkeypatch.setattr(ours, "MOST_BATCH_BYTES", 100)
