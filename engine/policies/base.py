@@ -268,6 +268,10 @@ class MemoryView(Protocol):
         """The tokens that salient turns of this day have cost."""
         ...
 
+    def last_read_at_flush(self) -> int:
+        """The seq of the last flush that read salient turns; -1: none has."""
+        ...
+
     def uses(self) -> Mapping[str, int]:
         """By id of a fact: the number of answers that used it. {} if the log has no such feedback."""
         ...

@@ -76,11 +76,12 @@ class Salience:
         return self._best(memory.turns_to(seq, self.window), memory, settled)
 
     def left_over(self, seq: int, memory: MemoryView) -> tuple[int, ...]:
-        """The turns to read at a flush: of the window that is not complete."""
+        """The turns to read at a flush: of the open window, after the last flush that read some."""
         begun = memory.turns_before(seq) % self.window if self.window else 0
         if not begun or self._is_spent(seq, memory):
             return ()
-        return self._best(memory.turns_to(seq, begun), memory, ())
+        last = memory.last_read_at_flush()
+        return self._best([s for s in memory.turns_to(seq, begun) if s > last], memory, ())
 
     def _best(self, window: Sequence[int], memory: MemoryView, settled: Sequence[int]) -> tuple[int, ...]:
         """The turns that say most for their length, up to `READ_SHARE` of the window's words.
@@ -101,14 +102,16 @@ class Salience:
 def best_for_their_length(texts: Mapping[int, str], read: Container[int] = ()) -> Iterator[int]:
     """The keys of the texts to read, best first, without those in `read`; equally good ones in order.
 
-    An order by information alone takes long turns, and never reads "I'm allergic to nuts".
+    An order by information alone takes long turns, and never reads "I'm allergic to nuts". The best text is
+    read however long it is: it may be the only one.
     """
     told = {key: information(text) for key, text in texts.items()}
     words = {key: len(WORDS.findall(text)) for key, text in texts.items()}
     room = READ_SHARE * sum(words[key] + LINE_WORDS for key in texts)
+    is_first = True
     for key in sorted(texts, key=lambda key: (-told[key] / (words[key] + SMOOTHING), key)):
-        if key not in read and told[key] and words[key] + LINE_WORDS <= room:
-            room -= words[key] + LINE_WORDS
+        if key not in read and told[key] and (is_first or words[key] + LINE_WORDS <= room):
+            is_first, room = False, room - words[key] - LINE_WORDS
             yield key
 
 

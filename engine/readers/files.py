@@ -97,7 +97,14 @@ def _logs_under(folder: Path) -> Iterator[Path]:
             yield here
             continue
         folders[:] = [name for name in folders if not _is_ours(here / name)]
-        yield from (here / n for n in names if n.endswith(SUFFIXES) and (here / n).is_file())
+        yield from (here / n for n in names if _may_be_log(n) and (here / n).is_file())
+
+
+def _may_be_log(name: str) -> bool:
+    """By its name. Android's chats have WhatsApp in theirs, in every language."""
+    return name.endswith(SUFFIXES) or (
+        name.endswith(".txt") and "whatsapp" in name.rpartition("/")[2].lower()
+    )
 
 
 def _is_slack(folder: Path) -> bool:
@@ -123,7 +130,7 @@ def _logs_on_s3(address: str) -> list[Log]:
     found = [
         Log(uri, uri, size_bytes)
         for uri, size_bytes in sorted(listed.items(), key=lambda item: _parts(item[0]))
-        if uri.endswith(SUFFIXES) and not any(uri.startswith(folder) for folder in ours)
+        if _may_be_log(uri) and not any(uri.startswith(folder) for folder in ours)
     ]
     if not found:
         raise _refuse(address, "holds no log", f"Known are {', '.join(SUFFIXES)}.")

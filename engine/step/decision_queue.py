@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -15,6 +16,9 @@ from undertow.engine.llm.client import BadReply, Completion
 from undertow.engine.policies.base import Decide, Effect, PolicyResult, ReadGate
 from undertow.engine.step.lag import LagTracker
 from undertow.engine.tenants.tenant import Tenant
+
+# Between tries of a tenant that the LLM servers refuse, as between probes of such a server.
+REFUSED_PAUSE_S = 60.0
 
 
 class TenantFault(UndertowError):
@@ -79,6 +83,9 @@ class DecisionQueue:
         self.lag_tracker = LagTracker()
         # The reason why a tenant is blocked, by name.
         self.blocked: dict[str, str] = {}
+        # Those of them that the LLM servers refuse, and when one tries again (time.monotonic; 0: all do now).
+        self.refused: dict[str, None] = {}
+        self._retry_at_s = 0.0
         self._ready: OrderedDict[str, Tenant] = OrderedDict()
         self._running: dict[str, DecisionRun] = {}
         self._waiting: dict[str, Tenant] = {}
@@ -164,6 +171,31 @@ class DecisionQueue:
         self._ready.pop(name, None)
         self.blocked[name] = reason
 
+    def refuse(self, name: str, reason: str) -> None:
+        """Block a tenant that the LLM servers refuse, until `retries`."""
+        self.block(name, reason)
+        self.refused[name] = None
+        self._retry_at_s = time.monotonic() + REFUSED_PAUSE_S
+
+    def answered(self) -> None:
+        """A server has answered: all that were refused may try again."""
+        self._retry_at_s = 0.0
+
+    @property
+    def retry_is_due(self) -> bool:
+        return bool(self.refused) and time.monotonic() >= self._retry_at_s
+
+    def retries(self) -> list[str]:
+        """Unblock those that try again now: one after each pause, all once a server has answered. Names."""
+        if not self.retry_is_due:
+            return []
+        names = list(self.refused)[: None if self._retry_at_s == 0.0 else 1]
+        for name in names:
+            del self.refused[name]
+            self.blocked.pop(name, None)
+        self._retry_at_s = time.monotonic() + REFUSED_PAUSE_S
+        return names
+
     def unready(self, name: str) -> None:
         """Take a tenant out of the ready queue, and out of those that wait."""
         for queue in (self._ready, self._waiting, self.awaiting):
@@ -189,5 +221,6 @@ class DecisionQueue:
         """Remove a tenant from every queue. Returns its run, which the caller closes."""
         self.unready(name)
         self.blocked.pop(name, None)
+        self.refused.pop(name, None)
         self.lag_tracker.forget(name)
         return self._running.pop(name, None)

@@ -8,7 +8,7 @@ to be stored `admission.Inbox`, decisions `DecisionQueue`, prompts and replies `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -284,8 +284,9 @@ class Scheduler(BetweenSteps):
         if reply is None:
             return None
         if isinstance(reply, ServerRefused):
-            self._block(run, str(reply))
+            self._block(run, str(reply), self.decisions.refuse)
             return None
+        self.decisions.answered()
         if isinstance(reply, BadReply):
             run.add_usage(reply.usage)
             return self._next(run, reply)
@@ -368,15 +369,15 @@ class Scheduler(BetweenSteps):
         if not run.usage:
             self._rows += job_ledger.record_pending(run, call.prompt.operation)
         if (obstacle := self.llm_calls.obstacle(run)) is not None:
-            self._block(run, obstacle)
+            self._block(run, obstacle, self.decisions.block)
             return
         self.llm_calls.enqueue(run, call)
 
-    def _block(self, run: DecisionRun, reason: str) -> None:
-        """Block the tenant. Its job stays pending: a later engine, or another budget, decides it."""
+    def _block(self, run: DecisionRun, reason: str, block: Callable[[str, str], None]) -> None:
+        """Block the tenant. Its job stays pending: a later try, engine or budget decides it."""
         self._rows += job_ledger.abandon(run)
         self.decisions.finish(run)
-        self.decisions.block(run.tenant.name, reason)
+        block(run.tenant.name, reason)
 
     # ---- outcomes
 

@@ -92,6 +92,7 @@ class Generation:
         self.uses: Counter[str] = Counter()
         # The tokens that salient turns have cost, on the day of the last that were read.
         self.salient_day, self.salient_tokens = "", 0
+        self.last_read_at_flush = -1
         # Questions already learned from since anything but a question changed the memories. Bounded by the
         # number of such records in the log.
         self.learned: set[Missed] = set()
@@ -100,7 +101,7 @@ class Generation:
             "fact": Tier(arena.new_segment()),
         }
 
-    def note(self, control: Control | None, body: Mapping[str, Any]) -> None:
+    def note(self, seq: int, control: Control | None, body: Mapping[str, Any]) -> None:
         """Note a decided record, a turn if `control` is None; `body` is its decision."""
         if (day := body.get("salient_day")) is not None:
             spent = usage_from_json(body.get("usage", {})).get("salient", Usage())
@@ -110,6 +111,8 @@ class Generation:
         match control:
             case Control(kind="used"):
                 self.uses.update(control.body["fact_ids"])
+            case Control(kind="flush") if body.get("salient_seqs"):
+                self.last_read_at_flush = seq
             case Control(kind="reconsolidate"):
                 if body["decision"] == Decision.FIRED:
                     self.learned.add(missed_of(control.body))

@@ -204,7 +204,7 @@ class Tenant(RecordLog):
             self._reread(target)
             return
         self.cursor = seq + 1
-        self.making.note(self.control(seq), body)
+        self.making.note(seq, self.control(seq), body)
         if thetas := body.get("thetas"):
             self.told_from.append((seq + 1, replace(self.thresholds_at(seq), **thetas)))
         if settled := body.get("settled"):

@@ -65,6 +65,9 @@ class View:
     def salient_tokens(self, day: str) -> int:
         return self.made.salient_tokens if day == self.made.salient_day else 0
 
+    def last_read_at_flush(self) -> int:
+        return self.made.last_read_at_flush
+
     def uses(self) -> Mapping[str, int]:
         return self.made.uses
 

@@ -59,6 +59,7 @@ def test_short_turns_are_read_before_long_ones_and_small_talk_never() -> None:
     order = list(best_for_their_length(texts))
     assert order[:2] == [4, 2] and 3 not in order
     assert list(best_for_their_length({1: "boats", 2: "boats"})) == [1], "of equals the older, not all"
+    assert list(best_for_their_length({1: "I'm allergic to nuts"})) == [1], "the only one"
 
 
 def test_each_window_is_read_once_in_one_call_and_its_turns_stay_live(tmp_path: Path) -> None:
@@ -79,6 +80,23 @@ def test_each_window_is_read_once_in_one_call_and_its_turns_stay_live(tmp_path: 
         assert len(llm.prompts["ann"]) == 2 and TELLING + " too" in llm.prompts["ann"][1].user
         engine.flush("ann")
         assert len(llm.prompts["ann"]) == 2, "what was read for a fact is not read again"
+
+
+def test_a_flush_does_not_pay_again_for_what_a_former_one_read(tmp_path: Path) -> None:
+    nothing = RecordingLLM(MockReplies(1, empty_rate=1.0))
+    with open_engine(tmp_path, nothing, **SALIENT) as engine:
+        engine.add_batch(said(TELLING, TELLING + " too", TELLING + " again"))
+        assert engine.flush("ann")
+        (first,) = nothing.prompts["ann"]
+        assert engine.flush("ann")
+        assert nothing.prompts["ann"] == [first]
+    later = RecordingLLM(MockReplies(1, empty_rate=1.0))
+    with open_engine(tmp_path, later, **SALIENT) as engine:
+        assert engine.flush("ann")
+        assert not later.prompts
+        engine.add_batch(said("I booked Lisbon for 3 May"))
+        assert engine.drain()
+        assert len(later.prompts["ann"]) == 1, "the complete window"
 
 
 def test_a_day_has_a_quota(tmp_path: Path) -> None:

@@ -238,7 +238,8 @@ class EngineWork:
             return 0.0
         if self.supervisor.has_work or self.calls or self._waits:
             return POLL_S
-        return None if self.supervisor.engine is not None else RETRY_S
+        engine = self.supervisor.engine
+        return None if engine is not None and not engine.scheduler.decisions.refused else RETRY_S
 
     @property
     def _serving(self) -> bool:

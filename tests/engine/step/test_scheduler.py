@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import closing
@@ -15,6 +16,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import Completion, ServerRefused
 from undertow.engine.step.admission import QueueFull
+from undertow.engine.step.decision_queue import REFUSED_PAUSE_S
 from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.store_info import StoreError
 from undertow.prompts.builders import Prompt
@@ -225,6 +227,40 @@ def test_tokens_of_a_job_that_could_not_be_finished_count(tmp_path: Path) -> Non
     assert [usage.calls for usage in spent.values()] == [1]
     with open_engine(tmp_path, **ALONE) as engine:
         assert engine.tenants.get("ann").meter == spent
+
+
+class Refusing(RecordingLLM):
+    """Refuses every prompt while `refuses`, as a server does whose key or model is wrong."""
+
+    refuses, refused = True, 0
+
+    def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
+        if not self.refuses:
+            return super().submit(prompt, tenant=tenant)
+        self.refused += 1
+        reply: Future[Completion] = Future()
+        reply.set_exception(ServerRefused("no such model"))
+        return reply
+
+
+def test_refused_tenants_try_again_one_by_one_and_all_go_on_once_the_server_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = {name: turns_of(name, 2) for name in ("ann", "bo", "cy")}
+    llm, now_s = Refusing(MockReplies()), [1_000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    with open_engine(tmp_path, llm, **ALONE) as engine:
+        engine.add_batch([turn for of in turns.values() for turn in of])
+        assert not engine.drain() and engine.scheduler.blocked.keys() == turns.keys()
+        for tries in (3, 4, 5):
+            assert not engine.drain() and engine.idle
+            assert (llm.refused, len(engine.scheduler.blocked)) == (tries, 3)
+            now_s[0] += REFUSED_PAUSE_S
+        llm.refuses = False
+        assert not engine.idle and engine.drain()
+        assert not engine.scheduler.blocked
+    expected = oracle_run(settings_of(**ALONE), ENCODER, MockReplies(), turns)
+    assert_same(read_back(tmp_path, llm.prompts), expected)
 
 
 # ---- who may open the store

@@ -100,7 +100,7 @@ def remove(tenants: Tenants, name: str, rng: Random) -> None:
         lot = tenants.lots[name]
         deleted = tenants.ask(name, "DELETE", "/memories")
         assert deleted.status_code == (200 if lot.exists else 404)
-        left = {"jobs": lot.jobs, "erasures": lot.erasures, "kept": lot.kept}
+        left = {"jobs": {*lot.erasures}, "erasures": lot.erasures, "kept": [] if lot.exists else lot.kept}
         _forget(tenants, name, erased=lot.erased or lot.exists, **left)
     else:
         _erase(tenants, name, as_job=rng.random() < 0.5)

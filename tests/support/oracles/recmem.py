@@ -68,6 +68,7 @@ class OracleRecMem(Oracle):
         self._fused = settings.call_form == "fused" and settings.ablation is None
         self._spent: dict[str, int] = {}  # tokens of salient turns by day
         self._last_day = ""
+        self._read_at_flush = -1  # the last flush that read turns
         self._turns: dict[int, Turn] = {}
         self._information: dict[int, int] = {}
         self._vectors: dict[int, Whole] = {}
@@ -97,7 +98,11 @@ class OracleRecMem(Oracle):
     def flush(self, seq: int) -> None:
         """What says most of the window that is not complete is read."""
         begun = len(self._turns) % (self.settings.salience_turns or 1)
-        failed = self._read(seq, sorted(self._turns)[-begun:] if begun else [], self._live, ())
+        window = [s for s in sorted(self._turns)[-begun:] if s > self._read_at_flush] if begun else []
+        calls = len(self.prompts)
+        failed = self._read(seq, window, self._live, ())
+        if len(self.prompts) > calls:
+            self._read_at_flush = seq
         self.decisions.append(
             OracleDecision(seq, "parked" if failed else "waits", False, None, None, failed, ())
         )
@@ -156,7 +161,7 @@ class OracleRecMem(Oracle):
         room = 0.65 * sum(count + 8 for count in words.values())
         turns: list[int] = []
         for s in sorted(unread, key=lambda s: (-self._information[s] / (words[s] + 2), s)):
-            if self._information[s] and words[s] + 8 <= room:
+            if self._information[s] and (not turns or words[s] + 8 <= room):
                 room -= words[s] + 8
                 turns = sorted([*turns, s])
         if not turns:

@@ -79,6 +79,9 @@ class View:
     def salient_tokens(self, day: str) -> int:
         return 0
 
+    def last_read_at_flush(self) -> int:
+        return -1
+
     def uses(self) -> dict[str, int]:
         return self.used
 

@@ -255,3 +255,10 @@ def test_a_broken_day_does_not_stop_the_others(tmp_path: Path) -> None:
     assert [e.field for r in found for e in r.errors] == ["general 2024-01-05"]
     assert found[1].turns[0].text == "deploys: v2 is out @here"
     assert len(texts(write_zip(tmp_path / "whole.zip", slack_files()))) == 4
+
+
+def test_a_folder_s_chats_are_found_by_their_names(tmp_path: Path) -> None:
+    for name in ("WhatsApp Chat with Bo.txt", "Chat de WhatsApp con Ana.txt", "_chat.txt", "notes.txt"):
+        (tmp_path / name).write_text(IPHONE)
+    found = [Path(log.uri).name for log in find_logs([tmp_path])]
+    assert found == ["Chat de WhatsApp con Ana.txt", "WhatsApp Chat with Bo.txt", "_chat.txt"]
