@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, Self, get_args
 
-import psutil
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -14,6 +13,7 @@ from undertow.engine.base.environment import PREFIX, refuse_unknown
 from undertow.engine.base.gpu_shares import GpuShares
 from undertow.engine.base.model import AnswerMode, AnswerStyle, PolicyName
 from undertow.engine.base.pair_cosines import prior_theta
+from undertow.engine.base.process_tuning import usable_memory
 
 Profile = Literal["companion", "assistant", "paper"]
 # RecMem, section 4.3, and NEMORI, section 4.4: facts of the raw turns without episodes; episodes without
@@ -182,10 +182,10 @@ class Settings(BaseSettings):
     max_message_bytes: int = Field(default=1_000_000, ge=1)
     # The largest export to import: it is held in memory and committed at once.
     max_import_bytes: int = Field(default=256 << 20, ge=1)
-    # Bound of an arena on the CPU (on a GPU its share is the bound): half of the machine's memory. A loaded
-    # turn also takes memory for its text, about two thirds of its vector, and as much again once it was
-    # searched.
-    arena_bytes: int = Field(default_factory=lambda: psutil.virtual_memory().total // 2, ge=1 << 20)
+    # Bound of an arena on the CPU (on a GPU its share is the bound): half of the memory that this process may
+    # use, which the shards of `serve --workers` divide. A loaded turn also takes memory for its text, about
+    # two thirds of its vector, and as much again once it was searched.
+    arena_bytes: int = Field(default_factory=lambda: usable_memory() // 2, ge=1 << 20)
 
     # A tenant with more turns is searched through its own index.
     ivf_rows: int = Field(default=1_000_000, ge=1)
@@ -272,6 +272,12 @@ class Settings(BaseSettings):
         for usual in _OF_POLICY.values():
             parts |= usual
         return self.model_copy(update={"policy": policy, **parts})
+
+    def shared_by(self, shards: int) -> Self:
+        """These settings for each of so many shards in the memory of one machine."""
+        if "arena_bytes" in self.model_fields_set:
+            return self
+        return self.model_copy(update={"arena_bytes": max(1 << 20, self.arena_bytes // shards)})
 
     def mode_of(self, asked: AnswerMode | None) -> AnswerMode:
         """The requested answer mode, by default the setting. ValueError: the policy has no such mode."""

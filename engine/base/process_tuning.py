@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 
 # All threads allocate from one heap (glibc's mallopt(3)). By default a thread that finds the heap busy gets
 # another one, up to eight a core, and memory freed in one heap is unavailable to the others: Lance compacts
@@ -46,6 +47,27 @@ def open_files(wanted: int) -> int:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return wanted if soft == resource.RLIM_INFINITY else soft
+
+
+def usable_memory(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
+    """The bytes of main memory that this process may use: the machine's, or a container's limit below it.
+
+    `groups`: the file that names the control groups of this process; `mounted`: where they are.
+    """
+    import psutil  # this module is loaded before all others of a shard
+
+    limits = [int(psutil.virtual_memory().total)]
+    with suppress(OSError):  # no control groups here
+        for line in groups.read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds and "memory" not in kinds.split(","):
+                continue
+            top, name = (mounted / "memory", "memory.limit_in_bytes") if kinds else (mounted, "memory.max")
+            own = top / path.strip("/")
+            for group in (own, *own.parents):  # each of them is a limit; in a container only `top` is there
+                with suppress(OSError, ValueError):  # not there, or "max"
+                    limits.append(int((group / name).read_text()))
+    return min(limits)
 
 
 class _NoPandas(MetaPathFinder):

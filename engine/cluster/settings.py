@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -37,7 +37,7 @@ class ClusterSettings(BaseSettings):
 
     # CPUs that Ray sets aside for a shard
     num_cpus: float = Field(default=1.0, ge=0)
-    # of a shard: a fraction lets several share a card
+    # of a shard: a fraction lets several share a card. If it is not set: see `on`
     num_gpus: float = Field(default=0.0, ge=0)
     # main memory that a node must have free for a shard; 0: not counted
     memory_bytes: int = Field(default=0, ge=0)
@@ -76,6 +76,15 @@ class ClusterSettings(BaseSettings):
                 f"({self.max_pending_calls}) at most. Lower UNDERTOW_CLUSTER_WINDOW_CALLS."
             )
         return self
+
+    def on(self, device: str, has_gpus: Callable[[], bool]) -> Self:
+        """With a GPU for each shard that would use one, unless num_gpus is set.
+
+        Ray hides no GPU from a shard that asks for none, so all of a node would use its first.
+        """
+        if "num_gpus" in self.model_fields_set or device == "cpu" or (device == "auto" and not has_gpus()):
+            return self
+        return self.model_copy(update={"num_gpus": 1.0})
 
     def demand(self) -> dict[str, float]:
         """What one shard takes, by Ray's name of the resource."""

@@ -115,8 +115,9 @@ def start_servers(plan: ServerPlan, count: int) -> dict[str, str]:
     """The addresses for `llm_url` of `count` servers, and their URLs now; those that run stay as they are.
 
     Blocks until all answer. Raises LocalServerError with a server's last log lines, or with what the
-    cluster lacks; the actors are left, and go on trying.
+    cluster lacks; the actors are left, and go on trying. None is made if no node may have one.
     """
+    _check_nodes(plan)
     handles = {f"{_NAME}{number}": _actor(plan, number) for number in range(count)}
     # the actors may have to wait for a node that the autoscaler starts
     deadline_s = time.monotonic() + 2 * plan.start_timeout_s
@@ -178,6 +179,25 @@ def _names() -> list[str]:
 
 def _handle(name: str) -> Any:
     return ray.get_actor(name, namespace=NAMESPACE)
+
+
+def _check_nodes(plan: ServerPlan) -> None:
+    """LocalServerError: no node has the resource; if more nodes may come, a warning on standard error."""
+    from undertow.engine.cluster.settings import ClusterSettings  # needs more than the image of vLLM has
+
+    held: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    if not plan.node_resource or held.get(plan.node_resource, 0) >= 1:
+        return
+    cure = f"ray start --address=HEAD:6379 --resources='{{\"{plan.node_resource}\": 1}}'"
+    lacking = (
+        f"no node of the cluster has the resource {plan.node_resource}. Start Ray on a node that has vLLM: "
+        f"`{cure}`, or permit any node: --node-resource ''"
+    )
+    if not ClusterSettings().autoscaling:
+        raise LocalServerError(
+            f"{lacking}. If an autoscaler adds such nodes, set UNDERTOW_CLUSTER_AUTOSCALING=true"
+        )
+    typer.echo(f"vllm_actor: waiting for the autoscaler: {lacking}", err=True)
 
 
 def _no_place(plan: ServerPlan, count: int) -> str:

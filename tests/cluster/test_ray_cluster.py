@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,6 +27,7 @@ from undertow.bench.mock.server import spawn_server
 from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import InputError, UndertowError
+from undertow.engine.cluster.ray import actors
 from undertow.engine.cluster.ray.actors import NAMESPACE, actor_name
 from undertow.engine.cluster.ray.cluster import Cluster
 from undertow.engine.cluster.ray.datasink import write_turns
@@ -38,7 +40,7 @@ from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.location import Location
 
 from ..support.cli import turn_line
-from ..support.cluster.in_process import cluster_state, settings
+from ..support.cluster.in_process import begin, cluster_state, settings
 from ..support.engine import interleaved, turn_of
 from ..support.faults.harness import PARKING, RATES, assert_same_state, end_state, turns_of, write_log
 
@@ -244,3 +246,21 @@ def test_a_dataset_is_stored_in_its_order_and_again_changes_nothing(root: Locati
     with Cluster.open(root, of_store) as cluster:
         cluster.stop()
     assert_same_state(cluster_state(root), end_state(plain))
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "gpus", "asked"),
+    [({}, "cuda", 0, 1), ({}, "auto", 2, 1), ({}, "auto", 0, 0), ({}, "cpu", 2, 0)]
+    + [({"num_gpus": some}, "cuda", 2, some) for some in (0.0, 0.5)],
+)
+def test_ray_is_asked_for_a_gpu_and_a_bound_is_of_its_node(
+    given: dict[str, float], device: str, gpus: int, asked: float, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(actors, "ray", ray := MagicMock(cluster_resources=lambda: {"GPU": float(gpus)}))
+    bound = {"arena_bytes": 1 << 30} if given else {}
+    of = Settings.model_validate({"device": device, **bound})
+    actors.Starter(begin(tmp_path / "root", 1), of, ClusterSettings.model_validate(given), None)("s0")
+    shell = ray.remote.return_value.options
+    told = shell.return_value.remote.call_args.args[2]
+    assert (shell.call_args.kwargs["num_gpus"], told["device"]) == (asked, device)
+    assert told.get("arena_bytes") == bound.get("arena_bytes")

@@ -232,12 +232,17 @@ def test_two_actors_serve_one_engine_and_come_back_elsewhere(stand_in: Path) -> 
 
 
 @pytest.mark.usefixtures("no_servers")
-def test_what_the_cluster_lacks_is_named(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_cluster_lacks_is_named(stand_in: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(vllm_actor, "_ASK_S", 0.5)
     plan = plan_of(stand_in, num_cpus=1, node_resource="nowhere", start_timeout_s=0.5)
+    with pytest.raises(LocalServerError, match=r"""ray start .* --resources='{"nowhere": 1}'.*AUTOSCALING"""):
+        start_servers(plan, 1)
+    assert server_states() == {}, "at once, and nothing was begun"
+    monkeypatch.setenv("UNDERTOW_CLUSTER_AUTOSCALING", "true")
     lacking = r"CPU 1, nowhere 1 each, the cluster has CPU \d+, nowhere 0 in all"
     with pytest.raises(LocalServerError, match=lacking):
         start_servers(plan, 1)
+    assert "waiting for the autoscaler: no node" in capsys.readouterr().err
     assert stop_servers() == 1
     assert server_states() == {}
 

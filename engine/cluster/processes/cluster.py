@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import secrets
 from collections.abc import Callable, Sequence
@@ -51,9 +52,11 @@ class ProcessCluster(Router):
         lives = {shard: secrets.token_hex(8) for shard in shards}
         processes: list[WorkerProcess] = []
         of_shard: dict[str, WorkerProcess] = {}
-        for some in spread(shards, workers):
-            config = WorkerConfig(str(root), {shard: lives[shard] for shard in some}, settings, packed, begin)
-            process = WorkerProcess(config, resources.environment(), resources.max_pending_calls)
+        shared, gpus = settings.shared_by(len(shards)), gpus_for(settings)
+        for number, some in enumerate(spread(shards, workers)):
+            config = WorkerConfig(str(root), {shard: lives[shard] for shard in some}, shared, packed, begin)
+            gpu = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {}
+            process = WorkerProcess(config, resources.environment() | gpu, resources.max_pending_calls)
             processes.append(process)
             of_shard |= dict.fromkeys(some, process)
         self._workers = WorkerPool(processes, of_shard)
@@ -72,3 +75,13 @@ class ProcessCluster(Router):
 def spread(shards: Sequence[str], workers: int) -> list[Sequence[str]]:
     """The shards of each worker: as evenly as possible, and none without a shard."""
     return [shards[n::workers] for n in range(min(workers, len(shards)))]
+
+
+def gpus_for(settings: Settings) -> list[str]:
+    """The GPUs of this machine that the workers divide, as CUDA_VISIBLE_DEVICES names them."""
+    if settings.device == "cpu":
+        return []
+    from undertow.kernels.device import CUDA_DEVICE_COUNT  # loads torch where there is a GPU
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(CUDA_DEVICE_COUNT)))
+    return named.split(",")[:CUDA_DEVICE_COUNT]

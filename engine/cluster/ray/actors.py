@@ -90,8 +90,10 @@ class Starter:
     def __init__(self, root: Location, settings: Settings, resources: ClusterSettings, parts: Any) -> None:
         """`settings`, `resources` and `parts`: of shards that are started here."""
         self._root = root
-        self._settings = settings.model_dump()
-        self._resources = resources
+        # a shard finds a bound that nobody has set on its own node, whose memory may be another
+        computed = {"arena_bytes"} - settings.model_fields_set
+        self._settings = settings.model_dump(exclude=computed)
+        self._resources = resources.on(settings.device, _has_gpus)
         self._parts = cloudpickle.dumps(parts)  # type: ignore[no-untyped-call]
 
     def __call__(self, shard: str) -> Any:
@@ -152,6 +154,11 @@ def connect(address: str | None = None, **options: Any) -> None:
         ray.init(address=address, namespace=NAMESPACE, **options)
     except ConnectionError as error:
         raise UndertowError(f"no Ray cluster at {address}: {error}. Start one with `ray start`.") from None
+
+
+def _has_gpus() -> bool:
+    held: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return held.get("GPU", 0) > 0
 
 
 def _first_line(error: Exception) -> str:

@@ -161,6 +161,8 @@ class ShardSupervisor:
             if not self._warm:
                 warm_up(self._encoder, engine.arena)
                 self._warm = True
+                for warning in engine.warnings:  # of the encoder, which stays: once
+                    log.warning("shard %s: %s", self._shard, warning)
             self._resharding = ReshardingParticipant(engine, self._shard, self.root.stores, newest)
             engine.resume()
             engine.tenants.names()  # read now, as an event loop may not wait for it later

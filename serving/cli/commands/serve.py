@@ -37,11 +37,11 @@ StateFolder = Annotated[
     ),
 ]
 Workers = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--workers",
         min=1,
-        help="More than 1: so many processes of this machine serve a cluster's root, made if it is missing.",
+        help="So many processes of this machine serve a cluster's root; if above 1, made if it is missing.",
     ),
 ]
 NoAuth = Annotated[
@@ -63,7 +63,7 @@ def serve(
     models: opt.Models = opt.NO_MODELS,
     ray: opt.Ray = None,
     shards: opt.Shards = None,
-    workers: Workers = 1,
+    workers: Workers = None,
     inspect: Inspect = False,
 ) -> None:
     """Serve a store over HTTP until SIGTERM or Ctrl-C, then finish the requests under way.
@@ -74,7 +74,7 @@ def serve(
     engine = models.settings()
     if insecure_no_auth and keys is not None:
         raise WrongUsage("--keys and --insecure-no-auth exclude each other: leave one out")
-    _check_shards(store, ray, shards, workers)
+    processes = _check_shards(store, ray, shards, workers)
     service = _service_settings()
     say(f"Starting: loading libraries, then opening {store}. This takes a while.")
     opt.check_settings(engine)
@@ -94,7 +94,7 @@ def serve(
     set_up()
     settle_in()
     run(
-        lambda loop: _open(store, engine, ray, shards, workers, loop),
+        lambda loop: _open(store, engine, ray, shards, processes, loop),
         Files.beside(store, keys, state, open_to_all=insecure_no_auth),
         host,
         port,
@@ -105,17 +105,18 @@ def serve(
     )
 
 
-def _check_shards(store: Location, ray: str | None, shards: int | None, workers: int) -> None:
-    """WrongUsage: the store cannot be served in the way that the options ask for."""
+def _check_shards(store: Location, ray: str | None, shards: int | None, workers: int | None) -> int:
+    """How many workers serve; 0: none. WrongUsage: the store cannot be served as the options ask for."""
     if ray is not None:
-        if workers > 1:
+        if workers is not None and workers > 1:
             raise WrongUsage("--workers and --ray exclude each other: shards on Ray are processes already")
-        return
+        return 0
     if shards is not None:
         raise WrongUsage("--shards goes with --ray: without it, --workers says how many shards serve")
-    if workers == 1:
+    if workers is None:
         refuse_root(store, f"{ADD_RAY}, or --workers N")
-        return
+    if workers is None or (workers == 1 and not is_root(store)):
+        return 0
     opt.refuse_store(store)
     if is_root(store):
         from undertow.engine.cluster.shard_map import load
@@ -125,6 +126,7 @@ def _check_shards(store: Location, ray: str | None, shards: int | None, workers:
                 f"{store} has {found} shards, so {found} workers serve them. For more, end this service and "
                 f"add shards: undertow cluster move --store {store} --ray local --shards {workers}"
             )
+    return workers
 
 
 def _service_settings() -> ServiceSettings:
@@ -150,7 +152,7 @@ def _open(
 
     # shards on other machines need OpenTelemetry only where something is traced
     parts = None if tracing() is None else EngineParts(observers=observers)
-    if workers > 1:
+    if workers:
         from undertow.engine.cluster.processes.cluster import ProcessCluster
         from undertow.serving.telemetry.logs import set_up
 

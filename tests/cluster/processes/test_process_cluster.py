@@ -25,7 +25,7 @@ from undertow.engine.base.model import UndertowError
 from undertow.engine.base.queries import AnswerQuery, SearchQuery
 from undertow.engine.base.results import Answer
 from undertow.engine.cluster.processes import pool
-from undertow.engine.cluster.processes.cluster import ProcessCluster, spread
+from undertow.engine.cluster.processes.cluster import ProcessCluster, gpus_for, spread
 from undertow.engine.cluster.root import make_root
 from undertow.engine.cluster.routing.errors import ShardDown
 from undertow.engine.encoders.hashing import HashingEncoder
@@ -268,3 +268,17 @@ def test_shards_are_spread_evenly_and_no_worker_is_without_one(root: Location) -
             fewer.ask_shard("s0004", "ping")
     with pytest.raises(UndertowError, match="was closed"):
         fewer.search("ann", "one")
+
+
+def test_workers_divide_memory_and_gpus(root: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("undertow.engine.base.config.usable_memory", lambda: 12 << 30)
+    monkeypatch.setattr("undertow.kernels.device.CUDA_DEVICE_COUNT", 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,-1,8")
+    with ProcessCluster(root, plain := Settings(encoder="hash:384"), 3) as cluster:
+        named = [psutil.Process(pid).environ() for _, pid in sorted(pids_of(cluster).items())]
+        assert [one["CUDA_VISIBLE_DEVICES"] for one in named] == ["5", "7", "5"]
+        assert {one._config.settings.arena_bytes for one in cluster._workers._workers} == {2 << 30}
+    monkeypatch.setenv("UNDERTOW_ARENA_BYTES", str(1 << 30))
+    assert settings().shared_by(3).arena_bytes == 1 << 30, "it was set"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert gpus_for(plain) == ["0", "1"] and gpus_for(settings()) == []

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -299,3 +300,13 @@ def test_an_llm_client_is_closed_where_no_engine_came_of_it(root: Location, star
     with pytest.raises(StoreError):
         shard.hello("client", 1).result(SOON_S)
     assert made and all(client.closed for client in made)
+
+
+def test_vectors_of_another_device_are_told_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    start().ready().result(SOON_S)
+    encoder = FailingEncoder(["badger"])
+    encoder.fingerprint = replace(encoder.fingerprint, device="cuda")
+    shard = start(EngineParts(encoder=lambda _: encoder, llm=mock_llm))
+    Sender(shard).add([turn_of("ann", 0, "a badger")])
+    assert shard.status().result(SOON_S)["reopened"] > 0
+    assert caplog.text.count("shard s0: the store's vectors were computed in float64 on cpu") == 1

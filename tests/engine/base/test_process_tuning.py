@@ -6,10 +6,12 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
+import psutil
 import pytest
 
-from undertow.engine.base.process_tuning import ONE_HEAP
+from undertow.engine.base.process_tuning import ONE_HEAP, usable_memory
 
 PROBE = """
 import ctypes, gc, sys, threading, xml.etree.ElementTree as tree
@@ -76,3 +78,19 @@ print(heavy, found, pandas.Series([1]).sum(), pyarrow.array([1, 2]).to_pylist())
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[0] == "set() False 1 [1, 2]"
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "found"),
+    [
+        ("0::/", {"memory.max": "300"}, 300),  # in a container
+        ("0::/a/b", {"memory.max": "max", "a/memory.max": "200", "a/b/memory.max": str(1 << 62)}, 200),
+        ("1:cpu:/a\n2:memory,x:/gone", {"memory/memory.limit_in_bytes": "100", "cpu/memory.max": "1"}, 100),
+    ],
+)
+def test_a_container_limits_memory(tmp_path: Path, groups: str, limits: dict[str, str], found: int) -> None:
+    assert usable_memory(tmp_path / "groups", tmp_path) == psutil.virtual_memory().total
+    for name, text in {"groups": groups, **limits}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert usable_memory(tmp_path / "groups", tmp_path) == found

@@ -83,6 +83,13 @@ def test_it_serves_loses_a_worker_and_drains(tmp_path: Path) -> None:
         assert [line for line in service.said if not line.startswith(("{", "Starting", "Ready"))] == []
 
 
+def test_one_worker_serves_all_shards_of_a_root(tmp_path: Path) -> None:
+    make_root(Location.of(tmp_path), 2)
+    with process(tmp_path, "--workers", "1", "--llm", "off") as service:
+        shards = service.client(service.key()).get("/v1/status").json().values()
+        assert len(shards) == 2 and len({shard["pid"] for shard in shards}) == 1
+
+
 def test_what_cannot_be_served_by_workers_is_told_with_its_cure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +105,7 @@ def test_what_cannot_be_served_by_workers_is_told_with_its_cure(
     ):
         ran = run("serve", *options)
         assert (ran.code, words in ran.err) == (2, True), ran.err
-    _check_shards(Location.of(tmp_path / "root"), None, None, 3)
+    assert _check_shards(Location.of(tmp_path / "root"), None, None, 3) == 3
+    assert _check_shards(Location.of(tmp_path / "plain"), None, None, 1) == 0, "in this process, as ever"
     told = " ".join(capsys.readouterr().err.split())
     assert "has 2 shards, so 2 workers serve them" in told and "--ray local --shards 3" in told
