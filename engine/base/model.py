@@ -199,11 +199,9 @@ class BadInput:
 
 
 class UndertowError(Exception):
-    """Base of all errors that users may see. The message says what to do.
+    """Base of all errors that users may see. The message says what to do."""
 
-    `usage`: the known cost of the LLM calls of what failed.
-    """
-
+    # the known cost of the LLM calls of what failed
     usage = Usage()
 
 
