@@ -108,10 +108,17 @@ class AnswerCalls(SearchCalls):
     def heard(self, asked: PendingAnswer) -> Answer | None:
         """The answer; None: not yet. UndertowError, BadReply, BrokenOff, ServerRefused.
 
-        The calls are metered even if no answer came of them. What the policy learns is logged in a later
-        step. UnknownTenant: the tenant was erased meanwhile; the LLM call is cancelled and replies are
-        dropped, even if a new tenant has the name.
+        The calls are metered even if no answer came of them; an error's `usage` is that of all of them. What
+        the policy learns is logged in a later step. UnknownTenant: the tenant was erased meanwhile; the LLM
+        call is cancelled and replies are dropped, even if a new tenant has the name.
         """
+        try:
+            return self._heard(asked)
+        except UndertowError as error:
+            error.usage = asked.spent
+            raise
+
+    def _heard(self, asked: PendingAnswer) -> Answer | None:
         self._check_lives(asked)
         if asked.rerank is not None and not self._end_rerank(asked, asked.rerank):
             return None

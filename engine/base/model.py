@@ -201,6 +201,9 @@ class BadInput:
 class UndertowError(Exception):
     """Base of all errors that users may see. The message says what to do."""
 
+    # the known cost of the LLM calls of what failed
+    usage = Usage()
+
 
 class UnknownMemory(UndertowError):
     """There is no memory with this id, or it was deleted."""

@@ -57,7 +57,7 @@ def explained(
         "hybrid" if words and ranker.by_words(tenant) else "dense",
         telling,
         live_turns(tenant),
-        filters.passing(),
+        filters.passing(tenant),
         parts,
         tuple(left_out),
     )
@@ -72,9 +72,11 @@ class _Filters:
     in_time: Rows | None
     in_metadata: Rows | None
 
-    def passing(self) -> dict[str, int]:
+    def passing(self, tenant: Tenant) -> dict[str, int]:
+        """How many turns pass each. Deleted turns, which keep their entry in the indexes, do not count."""
         counted = {"time": self.in_time, "filters": self.in_metadata}
-        return {name: int(rows.sum()) for name, rows in counted.items() if rows is not None}
+        here = np.fromiter(map(tenant.exists, tenant.seq_by_row), bool)
+        return {name: int((rows & here).sum()) for name, rows in counted.items() if rows is not None}
 
     def reason(self, tenant: Tenant, hit: Hit) -> LeftOutReason:
         """Why a hit was left out."""

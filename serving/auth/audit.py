@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -147,8 +148,8 @@ class RefusalCounts:
 
     def __init__(self, *, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
-        # when the last line was written, and how many refusals have had none since
-        self._last: dict[tuple[str, str], tuple[float, int]] = {}
+        # when the last line was written, oldest first, and how many refusals have had none since
+        self._last: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
 
     def take(self, act: str, by: str) -> dict[str, int] | None:
         """The counts of the line that this refusal gets; None: it is counted in a later one."""
@@ -157,8 +158,26 @@ class RefusalCounts:
         if now_s - at_s < REFUSALS_S:
             self._last[act, by] = at_s, unwritten + 1
             return None
+        self._last.pop((act, by), None)
         self._last[act, by] = now_s, 0
         return {"refused_before": unwritten} if unwritten else {}
+
+    def overdue(self, *, ended: bool = False) -> Iterator[tuple[str, str, dict[str, int]]]:
+        """The act, the key and the counts of each line for refusals that have waited long enough for one.
+
+        Forgets acts whose refusals all have their line. `ended`: no refusal comes any more, so none waits.
+        """
+        now_s = self._clock_s()
+        while self._last:
+            (act, by), (at_s, unwritten) = next(iter(self._last.items()))
+            if now_s - at_s < REFUSALS_S and not ended:
+                return
+            del self._last[act, by]
+            if unwritten:
+                if not ended:
+                    self._last[act, by] = now_s, 0
+                # the line stands for the last of them
+                yield act, by, {"refused_before": unwritten - 1} if unwritten > 1 else {}
 
 
 @contextmanager

@@ -73,6 +73,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.load.draining = True
         await service.webhooks.stop()
         await service.jobs.stop()
+        await service.write_refusals(ended=True)
 
 
 async def _problem(request: Request, error: Exception) -> Response:

@@ -37,7 +37,7 @@ creates a tenant.
 request with the same key gets the first response and is not carried out twice. A different request gets
 422; while the first is under way, 409. Add keys are kept for the tenant's lifetime, others for a day by
 default. A request that failed may be repeated under its key, and takes effect once. Keys of different API
-keys never collide.
+keys never collide. Only `POST /v1/webhooks` ignores an `Idempotency-Key`: its response has a secret.
 
 **Jobs.** Flush, import and erase accept `Prefer: respond-async`: the response is 202 with the job's
 `Location`. An accepted job is carried out even if the service is killed.

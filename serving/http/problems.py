@@ -133,7 +133,10 @@ KINDS: Mapping[type[Exception], _Kind] = {
     UnknownMemory: _Kind(404, "unknown-memory", "This tenant has no memory of this id, or none any more."),
     InputError: _Kind(422, "input", None),
     TenantExists: _Kind(
-        409, "tenant-exists", "This tenant has memories. Import under another name, or erase it first."
+        409,
+        "tenant-exists",
+        "This tenant is here already, if only with deleted turns or a policy. "
+        "Import under another name, or erase it first.",
     ),
     PolicyConflict: _Kind(409, "policy", None),
     NotCertified: _Kind(503, "resharding", None, 30),

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Header, Path, Request
@@ -96,6 +97,14 @@ class Service:
         if (counts := self.refusals.take(act, key_id)) is not None:
             key = None if tenant is None else self.memories.tenant_key(tenant)
             await asyncio.to_thread(self.audit.refused, act, key_id, tenant_key=key, counts=counts)
+        await self.write_refusals()
+
+    async def write_refusals(self, *, ended: bool = False) -> None:
+        """Write the lines that are due, see RefusalCounts. If that fails, the process's log says so."""
+        due = self.refusals.overdue(ended=ended)
+        for act, key_id, counts in due if ended else islice(due, 2):  # each waits for the disk
+            entry = Entry(act, key_id, counts=counts)
+            await asyncio.to_thread(self.audit.write_end, entry, AuditOutcome.REFUSED)
 
 
 # FastAPI would call these in a thread if they were not asynchronous

@@ -209,7 +209,7 @@ def test_an_export_is_imported_under_another_name_in_another_store(
     for kind in ("turns", "episodes", "facts"):
         assert [m["text"] for m in after[kind]] == [m["text"] for m in before[kind]]
     again = run("import", file, "--tenant", "acme/ada", "--store", store)
-    assert (again.code, "has memories here" in again.err) == (1, True)
+    assert (again.code, "is here already" in again.err) == (1, True)
     file.write_text(lines[: len(lines) // 2])
     cut = run("import", file, "--tenant", "bob", "--store", store)
     assert (cut.code, f"import:{len(file.read_text().splitlines())}:" in cut.err) == (3, True)

@@ -61,7 +61,10 @@ class TenantExists(UndertowError):
         super().__init__(tenant)
 
     def __str__(self) -> str:
-        return f"tenant {self.args[0]!r} has memories here. Import under another name, or erase it first."
+        return (
+            f"tenant {self.args[0]!r} is here already, if only with deleted turns or a policy. "
+            "Import under another name, or erase it first."
+        )
 
 
 class ImportNeedsAdmin(UndertowError):

@@ -237,7 +237,8 @@ class ApiCalls:
                 raise UnknownTicket("nobody asked for the answer any more")
             if opened is not engine:  # reopened: the former engine's call is lost
                 if stream.begun:
-                    raise BrokenOff("the shard was opened anew in the middle of the answer. Ask again.")
+                    reason = "the shard was opened anew in the middle of the answer. Ask again."
+                    raise BrokenOff(reason, pending.spent)
                 opened, pending = engine, self._asked(engine, query, stream)
             return engine.heard(pending)
 

@@ -13,8 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from undertow.engine.base.model import Usage
-from undertow.engine.llm.client import BadReply, BrokenOff
+from undertow.engine.base.model import UndertowError, Usage
 from undertow.serving.auth.audit import WITHOUT_KEY
 from undertow.serving.auth.key_file import utc_now
 from undertow.serving.auth.principal import Principal
@@ -127,7 +126,7 @@ async def budgeted(budgets: TokenBudgets, principal: Principal, most_tokens: int
         yield cost
     except Exception as error:
         unknown = 0
-        if isinstance(error, BadReply | BrokenOff):
+        if isinstance(error, UndertowError):
             cost.took(error.usage)
         raise
     finally:

@@ -33,7 +33,8 @@ async def tenants(
 ) -> Results[str]:
     """The names of the tenants that have memories and that the key covers, sorted."""
     names = await covered_names(service, sender, prefix, limit, after)
-    return Results(results=tuple(names), next=names[-1] if len(names) == limit else None)
+    more = len(names) == limit and await covered_names(service, sender, prefix, 1, names[-1])
+    return Results(results=tuple(names), next=names[-1] if more else None)
 
 
 async def covered_names(

@@ -239,7 +239,7 @@ def test_a_tenant_that_has_anything_is_left_as_it_is(source: list[Report], engin
     engine.add_batch([said("bob", 1)])
     before = exported(engine, "bob")
     for records in (source, []):
-        with pytest.raises(TenantExists, match="'bob' has memories here"):
+        with pytest.raises(TenantExists, match="'bob' is here already"):
             engine.call(ImportCommand("bob", records, again=True))
     assert exported(engine, "bob") == before
     engine.erase("bob", now=True)
@@ -251,6 +251,11 @@ def test_a_tenant_that_has_anything_is_left_as_it_is(source: list[Report], engin
     assert engine.call(ImportCommand("bob", source, again=True)) == done
     with pytest.raises(TenantExists):
         engine.call(ImportCommand("bob", resealed([*source[:-2], source[-1]]), again=True))
+    engine.set_policy("cy", "eager")
+    with pytest.raises(TenantExists, match="if only with deleted turns or a policy"):
+        engine.import_("cy", source)
+    engine.erase("cy", now=True)
+    assert engine.import_("cy", source) == done
 
 
 def test_what_comes_between_the_steps_of_an_import_stays(source: list[Report], engine: Engine) -> None:

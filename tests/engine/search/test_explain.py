@@ -106,6 +106,17 @@ def test_what_was_left_out_is_the_best_of_the_rest(tmp_path: Path, seed: int) ->
     }
 
 
+def test_deleted_turns_pass_no_filter(tmp_path: Path) -> None:
+    with open_engine(tmp_path / "store", **NEVER) as engine:
+        gone, *_ = engine.add_batch([replace(turn, metadata={"topic": "work"}) for turn in world(1, 9)])
+        asked = {"k_sub": 4, "where": {"topic": "work"}, "since": "2026-03-01"}
+        assert searched(engine, **asked)[1].passing == {"time": 9, "filters": 9}
+        assert gone.id is not None
+        engine.delete(gone.id)
+        how = searched(engine, **asked)[1]
+    assert (how.turns, how.passing) == (8, {"time": 8, "filters": 8})
+
+
 def test_a_report_of_some_hits_says_why_the_others_are_not_there(tmp_path: Path) -> None:
     with open_engine(tmp_path / "store", **NEVER) as engine:
         engine.add_batch(world(1, 20))

@@ -254,3 +254,16 @@ def test_refusals_of_a_key_are_written_once_a_minute_with_their_number() -> None
     assert [counts.take("erase", KEY) for _ in range(2)] == [{"refused_before": 3}, None]
     now_s = 120.0
     assert [counts.take("purge", KEY), counts.take("erase", KEY)] == [{}, {"refused_before": 1}]
+
+
+def test_refusals_that_nothing_follows_get_a_line_and_old_ones_are_forgotten() -> None:
+    now_s = 0.0
+    counts = RefusalCounts(clock_s=lambda: now_s)
+    for n in range(100):
+        counts.take("erase", f"{n:012x}")
+    taken = [counts.take("erase", KEY) for _ in range(4)]
+    assert taken == [{}, None, None, None] and list(counts.overdue()) == []
+    now_s = 60.0
+    assert list(counts.overdue()) == [("erase", KEY, {"refused_before": 2})]
+    assert len(counts._last) == 1 and counts.take("erase", KEY) is None, "one line a minute"
+    assert list(counts.overdue(ended=True)) == [("erase", KEY, {})] and not counts._last

@@ -11,7 +11,7 @@ import pytest
 from undertow.serving.auth.principal import KeyLimits, Scope
 from undertow.serving.http.routes.mem0.face import ROUTES
 
-from ...support.service.http import Running, at
+from ...support.service.http import Running, at, serving
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -85,6 +85,10 @@ def test_a_search_filters_by_metadata_and_finds_what_our_own_routes_added(
         ("POST", "/memories", {"messages": user("x"), "user_id": "a", "infer": False}, 422, "word for word"),
         ("GET", "/memories", None, 422, "user_id: is missing"),
         ("GET", "/memories?user_id=a&page=2", None, 422, "page"),
+        ("GET", "/memories?user_id=a&top_k=2000", None, 422, "top_k: is 2000"),
+        ("GET", "/memories?user_id=..", None, 422, "user_id: must not be .., which"),
+        ("DELETE", "/v2/entities/agent/%2E%2E/", None, 422, "agent_id: must not be .., which"),
+        ("DELETE", "/v2/entities/user/acme%2Fnobody/", None, 404, "no memories"),
         ("DELETE", "/memories", None, 422, "user_id"),
         ("PUT", "/memories/x", {"text": "x"}, 404, "no id of a memory"),
         ("PUT", "/memories/x", {"text": "x", "data": "y"}, 422, "Give one of both"),
@@ -110,6 +114,25 @@ def test_filters_within_filters_are_refused_however_deep(client: httpx2.Client, 
     body = f'{{"query": "x", "user_id": "a", "filters": {filters}}}'
     told = client.post("/search", content=body, headers={"Content-Type": "application/json"})
     assert (told.status_code, told.headers["content-type"]) == (422, "application/json"), told.text
+
+
+def test_a_list_without_a_size_is_no_longer_than_the_service_allows(tmp_path: Path) -> None:
+    with serving(tmp_path, max_page=2) as running:
+        client = running.client()
+        client.post("/memories", json={"messages": user("hello"), "user_id": "ann"})
+        for told in (
+            client.post("/v3/memories/", json={"filters": {"user_id": "ann"}}),
+            client.get("/memories", params={"user_id": "ann"}),
+        ):
+            assert [one["memory"] for one in told.json()["results"]] == ["user: hello"]
+
+
+@pytest.mark.parametrize("length", [253, 254, 255, 256])
+def test_a_batch_takes_any_idempotency_key(client: httpx2.Client, length: int) -> None:
+    told = client.post("/memories", json={"messages": user("x"), "user_id": f"own-{length}"}).json()
+    body, key = {"memories": [{"memory_id": told["results"][0]["id"]}]}, {"Idempotency-Key": "k" * length}
+    deleted = [client.request("DELETE", "/v1/batch/", json=body, headers=key) for _ in range(2)]
+    assert [one.status_code for one in deleted] == [200 if length <= 255 else 422] * 2
 
 
 def test_keys_hold(running: Running, client: httpx2.Client) -> None:

@@ -139,6 +139,27 @@ def test_an_unusable_reply_is_metered_and_charged(tmp_path: Path) -> None:
         assert left(running, key) == 50_000 - 146
 
 
+def test_a_failed_answer_is_charged_its_earlier_calls_too(tmp_path: Path) -> None:
+    """In best effort a judgement succeeds, and then the answer is empty, and so is its repair."""
+    used = {"prompt_tokens": 70, "completion_tokens": 3}
+
+    def replied(body: dict[str, Any], _: int) -> tuple[int, Any]:
+        return 200, completion(
+            '{"lines": [1], "sufficient": true}' if "response_format" in body else "", usage=used
+        )
+
+    with (
+        odd_server(replied) as url,
+        serving(tmp_path, parts=EngineParts(), engine={"llm_url": url, "policy": "himem"}) as running,
+    ):
+        key = running.key(limits=KeyLimits(tokens_per_day=500_000))
+        client = running.client_of(key)
+        client.post(at("ann", "/memories"), json={"messages": said("the boat needs planks")})
+        asked = client.post(at("ann", "/answer"), json={**ASK, "mode": "best_effort"})
+        is_problem(asked, 503, "llm-reply")
+        assert left(running, key) == 500_000 - 3 * 73
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_ends_the_call_and_is_charged_the_most(
     tmp_path: Path, stream: bool

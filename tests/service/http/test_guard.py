@@ -133,6 +133,15 @@ def test_refused_acts_are_in_the_audit_log(running: Running) -> None:
     assert b"ann" not in (running.folder / "audit.jsonl").read_bytes()
 
 
+def test_refusals_that_were_counted_alone_are_in_the_audit_log_at_the_end(tmp_path: Path) -> None:
+    with serving(tmp_path) as running:
+        client = running.client(Scope.READ)
+        for _ in range(3):
+            client.post("/v1/purge")
+    lines = [orjson.loads(line) for line in (tmp_path / "audit.jsonl").read_bytes().splitlines()]
+    assert [line.get("counts") for line in lines if line["act"] == "purge"] == [None, {"refused_before": 1}]
+
+
 def test_without_keys_only_this_machine_is_answered(tmp_path: Path) -> None:
     with serving(tmp_path, open_to_all=True) as running:
         client = running.client_of(None)

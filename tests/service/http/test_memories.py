@@ -83,6 +83,8 @@ def test_names_of_tenants_may_hold_anything(client: httpx2.Client) -> None:
         assert hit["memory"].startswith(f"user: this is {name}\n")
     prefixed = client.get("/v1/tenants", params={"prefix": "acme", "limit": 2})
     assert prefixed.json() == {"results": ["acme", "acme%2Fbob"], "next": "acme%2Fbob"}
+    last = client.get("/v1/tenants", params={"prefix": "acme", "limit": 3})
+    assert last.json() == {"results": ["acme", "acme%2Fbob", "acme/bob"], "next": None}
 
 
 @pytest.mark.parametrize("name", ["%zz", "%ff%fe", "a%00b", "a%", "a%2"])

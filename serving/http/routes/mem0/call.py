@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope
 
 from undertow.serving.http.middleware.body_limits import bounded, read_all, replayed
 from undertow.serving.http.middleware.front import TENANT, sender_of
-from undertow.serving.http.middleware.idempotency import KEY_HEADER, Response
+from undertow.serving.http.middleware.idempotency import KEY_HEADER, LONGEST_KEY, Response
 from undertow.serving.http.problems import URN, Problem, bad_field
 from undertow.serving.http.routes.access import decoded
 from undertow.serving.http.routes.direct import LARGE_BODY_BYTES
@@ -78,6 +79,8 @@ class Call:
         raw = b"" if body is None else await self._run(orjson.dumps, body, large=self._large)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
         if (key := Headers(scope=self._scope).get(KEY_HEADER)) is not None:
+            if len(key) <= LONGEST_KEY < len(key + mark):
+                key = sha256(key.encode("latin-1")).hexdigest()
             headers.append((KEY_HEADER.encode(), f"{key}{mark}".encode("latin-1")))
         given = {name: value for name, value in (query or {}).items() if value is not None}
         inner = {

@@ -24,6 +24,10 @@ def tenant_of(entity: str, name: Any) -> str:
         raise bad_field(entity, "must be text that is not empty.")
     if name == "*":
         raise bad_field(entity, "the wildcard * is not supported. Name one, and ask again for the next.")
+    if name in (".", ".."):
+        raise bad_field(
+            entity, f"must not be {name}, which HTTP clients take out of a path. Name it otherwise."
+        )
     if entity != "user_id":
         return f"{entity.removesuffix('_id')}:{name}"
     for prefix, other in PREFIXES.items():

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from undertow.serving.http.middleware.front import undecoded_path
 from undertow.serving.http.problems import PROBLEM_MEDIA, Problem
 from undertow.serving.http.routes.mem0 import methods, own_server
 from undertow.serving.http.routes.mem0.call import Call
@@ -80,7 +81,7 @@ class Mem0Face:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Problem, or an engine's error, which the front tells."""
-        if scope["type"] != "http" or (found := _found(scope)) is None:
+        if scope["type"] != "http" or (found := _found(scope, scope["path"])) is None:
             await self._app(scope, receive, send)
             return
         route, params = found
@@ -100,13 +101,13 @@ class Mem0Errors:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _found(scope) is not None:
+        if scope["type"] == "http" and _found(scope, undecoded_path(scope)) is not None:
             scope[PROBLEM_MEDIA] = JSON
         await self._app(scope, receive, send)
 
 
-def _found(scope: Scope) -> tuple[Mem0Route, dict[str, str]] | None:
+def _found(scope: Scope, path: str) -> tuple[Mem0Route, dict[str, str]] | None:
     for route in ROUTES:
-        if route.verb in ("", scope["method"]) and (found := route.pattern.fullmatch(scope["path"])):
+        if route.verb in ("", scope["method"]) and (found := route.pattern.fullmatch(path)):
             return route, found.groupdict()
     return None

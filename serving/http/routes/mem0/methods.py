@@ -131,16 +131,17 @@ async def search(call: Call) -> Any:
     return {"results": results}
 
 
-async def get_all(call: Call) -> Any:
-    """A page of the memories, in creation order."""
+async def get_all(call: Call, sized: str = "page_size") -> Any:
+    """A page of the memories, in creation order. `sized`: the parameter that says how many."""
     body = await call.body()
     checked(body, {"filters", "metadata", "start_date", "end_date"}, LIST)
-    checked(call.query, {"page", "page_size"}, {})
+    checked(call.query, {"page", sized}, {})
     tenant, where = _selected(body)
-    page, size = _number(call, "page", 1), _number(call, "page_size", PAGE_SIZE)
-    start, end, most = (page - 1) * size, page * size, call.service.settings.max_page
+    most = call.service.settings.max_page
+    page, size = _number(call, "page", 1), _number(call, sized, min(PAGE_SIZE, most))
+    start, end = (page - 1) * size, page * size
     if size > most:
-        raise bad_field("page_size", f"is {size}; ask for at most {most:,}.")
+        raise bad_field(sized, f"is {size}; ask for at most {most:,}.")
     if end > MOST_LISTED:
         raise bad_field("page", f"ends beyond {MOST_LISTED:,} memories. The tenant's own route lists all.")
     filters = orjson.dumps(where).decode() if where else None

@@ -62,8 +62,8 @@ async def get_all(call: Call) -> Any:
         raise bad_field("user_id", NO_ENTITY)
     _rename(call.query, "limit", "top_k")
     call.replace({"filters": {name: call.query[name] for name in ENTITIES if name in call.query}})
-    call.query = {"page_size": call.query.get("top_k", str(methods.PAGE_SIZE))}
-    return {"results": (await methods.get_all(call))["results"]}
+    call.query = {name: value for name, value in call.query.items() if name == "top_k"}
+    return {"results": (await methods.get_all(call, "top_k"))["results"]}
 
 
 async def update(call: Call) -> Any:
