@@ -240,10 +240,10 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
     def step(self, wait_s: float = 0.0, *, storing: bool = False, brief: bool = False) -> StepReport:
         """One round of the step loop; see Scheduler.step.
 
-        Turns that a card's pool has no room for wait in the queue while tenants at work may still give
-        some back. ArenaFull: a batch does not fit though nobody is at work; EncoderDown: waiting for the
-        encoder would not help. All that was queued is dropped, nothing else has changed.
+        Turns that a card's pool has no room for wait in the queue while tenants at work may still give some
+        back. ArenaFull: nobody is; EncoderDown: waiting would not help. Then the queue's turns are dropped.
         """
+        self._residency.load(self.scheduler.decisions.retries())
         self.begin_step(wait_s, storing=storing, brief=brief)
         self.commit_step()
         return self.end_step()
@@ -396,13 +396,12 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
     def _erase(self, command: q.EraseCommand) -> Certificate | None:
         self._check_sound()
         tenant, key = command.tenant, self.journal.info.tenant_key(command.tenant)
-        if command.now and self.tenants.awaits_purge(tenant):
-            return self.purge().get(key)
-        self.tenants.require(tenant)
-        self.scheduler.drop_tenant(tenant)
-        self._feedback.forget([tenant])
-        self._forget_vectors([tenant])
-        bury(self.journal, self.tenants, tenant)
+        if not (command.now and self.tenants.awaits_purge(tenant)):
+            self.tenants.require(tenant)
+            self.scheduler.drop_tenant(tenant)
+            self._feedback.forget([tenant])
+            self._forget_vectors([tenant])
+            bury(self.journal, self.tenants, tenant)
         forget_parked(self.journal.location, key)  # quarantined by a service on this store
         return self.purge().get(key) if command.now else None
 

@@ -12,7 +12,7 @@ alike. They depend on the log alone: any batching, sharding or replay comes to t
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -99,20 +99,23 @@ class Salience:
         return memory.salient_tokens(day_of(seq, memory)) >= self.day_tokens
 
 
-def best_for_their_length(texts: Mapping[int, str], read: Container[int] = ()) -> Iterator[int]:
+def best_for_their_length(texts: Mapping[int, str], read: Container[int] = ()) -> list[int]:
     """The keys of the texts to read, best first, without those in `read`; equally good ones in order.
 
-    An order by information alone takes long turns, and never reads "I'm allergic to nuts". The best text is
-    read however long it is: it may be the only one.
+    An order by information alone takes long turns, and never reads "I'm allergic to nuts". If none fits, such
+    as the only one, the best is read.
     """
     told = {key: information(text) for key, text in texts.items()}
     words = {key: len(WORDS.findall(text)) for key, text in texts.items()}
     room = READ_SHARE * sum(words[key] + LINE_WORDS for key in texts)
-    is_first = True
-    for key in sorted(texts, key=lambda key: (-told[key] / (words[key] + SMOOTHING), key)):
-        if key not in read and told[key] and (is_first or words[key] + LINE_WORDS <= room):
-            is_first, room = False, room - words[key] - LINE_WORDS
-            yield key
+    ordered = sorted(texts, key=lambda key: (-told[key] / (words[key] + SMOOTHING), key))
+    telling = [key for key in ordered if key not in read and told[key]]
+    fitting: list[int] = []
+    for key in telling:
+        if words[key] + LINE_WORDS <= room:
+            room -= words[key] + LINE_WORDS
+            fitting.append(key)
+    return fitting or telling[:1]
 
 
 def day_of(seq: int, memory: MemoryView) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -17,8 +18,9 @@ from undertow.engine.policies.base import Decide, Effect, PolicyResult, ReadGate
 from undertow.engine.step.lag import LagTracker
 from undertow.engine.tenants.tenant import Tenant
 
-# Between tries of a tenant that the LLM servers refuse, as between probes of such a server.
-REFUSED_PAUSE_S = 60.0
+# Between tries of a tenant that the LLM servers refuse, as between probes of such a server; and how many of
+# them try again in one step once a server answers.
+REFUSED_PAUSE_S, RETRIED_AT_A_TIME = 60.0, 64
 
 
 class TenantFault(UndertowError):
@@ -83,9 +85,10 @@ class DecisionQueue:
         self.lag_tracker = LagTracker()
         # The reason why a tenant is blocked, by name.
         self.blocked: dict[str, str] = {}
-        # Those of them that the LLM servers refuse, and when one tries again (time.monotonic; 0: all do now).
-        self.refused: dict[str, None] = {}
-        self._retry_at_s = 0.0
+        # Those of them that the LLM servers refuse, and when they did last (time.monotonic), oldest first.
+        self.refused: dict[str, float] = {}
+        # When one of them may try whether the servers still refuse; 0: one has answered.
+        self._probe_at_s = 0.0
         self._ready: OrderedDict[str, Tenant] = OrderedDict()
         self._running: dict[str, DecisionRun] = {}
         self._waiting: dict[str, Tenant] = {}
@@ -174,26 +177,30 @@ class DecisionQueue:
     def refuse(self, name: str, reason: str) -> None:
         """Block a tenant that the LLM servers refuse, until `retries`."""
         self.block(name, reason)
-        self.refused[name] = None
-        self._retry_at_s = time.monotonic() + REFUSED_PAUSE_S
+        self.refused[name] = time.monotonic()
+        self._probe_at_s = time.monotonic() + REFUSED_PAUSE_S
 
     def answered(self) -> None:
-        """A server has answered: all that were refused may try again."""
-        self._retry_at_s = 0.0
+        """A server has answered: those that were refused may try again, each after its pause."""
+        self._probe_at_s = 0.0
 
     @property
     def retry_is_due(self) -> bool:
-        return bool(self.refused) and time.monotonic() >= self._retry_at_s
+        first_s = next(iter(self.refused.values()), math.inf)
+        return time.monotonic() >= max(self._probe_at_s, first_s + REFUSED_PAUSE_S)
 
     def retries(self) -> list[str]:
-        """Unblock those that try again now: one after each pause, all once a server has answered. Names."""
+        """Unblock those that try again now: one of all in each pause; or some, if a server answers. Names."""
         if not self.retry_is_due:
             return []
-        names = list(self.refused)[: None if self._retry_at_s == 0.0 else 1]
+        before_s = time.monotonic() - REFUSED_PAUSE_S
+        most = 1 if self._probe_at_s else RETRIED_AT_A_TIME
+        names = [name for name, at_s in islice(self.refused.items(), most) if at_s <= before_s]
         for name in names:
             del self.refused[name]
             self.blocked.pop(name, None)
-        self._retry_at_s = time.monotonic() + REFUSED_PAUSE_S
+        if self._probe_at_s:
+            self._probe_at_s = time.monotonic() + REFUSED_PAUSE_S
         return names
 
     def unready(self, name: str) -> None:

@@ -45,8 +45,8 @@ class ArenaResidency:
 
     @property
     def complete(self) -> bool:
-        """Whether every tenant with undecided records has been loaded, and none is to try again."""
-        return not (self._waiting or self._scheduler.decisions.retry_is_due)
+        """Whether every tenant with undecided records has been loaded."""
+        return not self._waiting
 
     def is_waiting(self, name: str) -> bool:
         """Whether the tenant waits to be loaded."""
@@ -57,7 +57,7 @@ class ArenaResidency:
         self._tenants.unpin()
         if not self._has_room:
             self._make_room(lambda: self._has_room)
-        self.load(self._scheduler.decisions.retries())
+        self._load_waiting()
 
     def load(self, behind: Sequence[str]) -> None:
         """Have these tenants' undecided records decided, as many tenants at a time as there is room for."""

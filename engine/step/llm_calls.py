@@ -100,7 +100,10 @@ class LLMCalls:
         if isinstance(error, ServerRefused):
             self.refused = error
             return error
-        return error if isinstance(error, BadReply) else call.result()
+        if isinstance(error, BadReply):
+            return error
+        self.refused = None
+        return call.result()
 
     def _on_reply(self, run: DecisionRun) -> Callable[[Future[Completion]], None]:
         return lambda _: self._replies.put(run)

@@ -121,7 +121,7 @@ class Scheduler(BetweenSteps):
     @property
     def idle(self) -> bool:
         """Whether a step has nothing to do without new turns, an LLM server, or another budget."""
-        return not (len(self.inbox) or self.decisions.active_count)
+        return not (len(self.inbox) or self.decisions.active_count or self.decisions.retry_is_due)
 
     @property
     def running_count(self) -> int:
@@ -286,10 +286,10 @@ class Scheduler(BetweenSteps):
         if isinstance(reply, ServerRefused):
             self._block(run, str(reply), self.decisions.refuse)
             return None
-        self.decisions.answered()
         if isinstance(reply, BadReply):
             run.add_usage(reply.usage)
             return self._next(run, reply)
+        self.decisions.answered()
         run.model = reply.model
         run.add_usage(reply.usage)
         return self._next(run, reply.reply)

@@ -59,7 +59,9 @@ def test_short_turns_are_read_before_long_ones_and_small_talk_never() -> None:
     order = list(best_for_their_length(texts))
     assert order[:2] == [4, 2] and 3 not in order
     assert list(best_for_their_length({1: "boats", 2: "boats"})) == [1], "of equals the older, not all"
-    assert list(best_for_their_length({1: "I'm allergic to nuts"})) == [1], "the only one"
+    assert best_for_their_length({1: "I'm allergic to nuts"}) == [1], "the only one"
+    table = {9: " ".join(f"Row{n} {n}" for n in range(200))}
+    assert {2, 4} < set(best_for_their_length(texts | table)) < {1, 2, 4, 9}, "it crowds out none"
 
 
 def test_each_window_is_read_once_in_one_call_and_its_turns_stay_live(tmp_path: Path) -> None:

@@ -166,7 +166,9 @@ class EngineWork:
             return False
         engine = self.supervisor.engine
         if quickly:
-            if engine is None or not steps_quickly(engine):
+            # tenants that try again may have to be loaded, but that may wait for a reader beside
+            loads = engine is not None and engine.scheduler.decisions.retry_is_due and not self.reads_aside
+            if engine is None or loads or not steps_quickly(engine):
                 return False
             put_off(self._waits, self._is_quick, self._long)
         self._work(apart=quickly)

@@ -62,6 +62,8 @@ def _erase_in_store(store: Location, tenant: str, ask: Callable[[], None], *, no
 
     A tenant that was erased before is certified without asking.
     """
+    from undertow.engine.storage.parked_turns import forget as forget_parked
+
     refuse_root(store)
     with open_engine(store, opt.settings_of(llm="off"), encodes=False) as engine:
         tenant_key, tenants = engine.journal.info.tenant_key, engine.tenants
@@ -71,7 +73,9 @@ def _erase_in_store(store: Location, tenant: str, ask: Callable[[], None], *, no
             tenants.require(tenant)
             ask()
         with audited(store.folder, "erase", tenant_key=key) as entry:
-            if not buried:
+            if buried:
+                forget_parked(store, key)
+            else:
                 engine.erase(tenant)
             certificates = engine.purge() if now else {}
             entry.counts["tenants_purged"] = len(certificates)

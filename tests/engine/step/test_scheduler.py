@@ -230,12 +230,13 @@ def test_tokens_of_a_job_that_could_not_be_finished_count(tmp_path: Path) -> Non
 
 
 class Refusing(RecordingLLM):
-    """Refuses every prompt while `refuses`, as a server does whose key or model is wrong."""
+    """Refuses the prompts of `refuses`, None: of all, as a server does whose key or model is wrong."""
 
-    refuses, refused = True, 0
+    refuses: tuple[str, ...] | None = None
+    refused = 0
 
     def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
-        if not self.refuses:
+        if self.refuses is not None and tenant not in self.refuses:
             return super().submit(prompt, tenant=tenant)
         self.refused += 1
         reply: Future[Completion] = Future()
@@ -256,11 +257,27 @@ def test_refused_tenants_try_again_one_by_one_and_all_go_on_once_the_server_answ
             assert not engine.drain() and engine.idle
             assert (llm.refused, len(engine.scheduler.blocked)) == (tries, 3)
             now_s[0] += REFUSED_PAUSE_S
-        llm.refuses = False
+        llm.refuses = ()
         assert not engine.idle and engine.drain()
         assert not engine.scheduler.blocked
     expected = oracle_run(settings_of(**ALONE), ENCODER, MockReplies(), turns)
     assert_same(read_back(tmp_path, llm.prompts), expected)
+
+
+def test_a_tenant_that_alone_is_refused_tries_again_once_in_each_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, now_s = Refusing(MockReplies()), [1_000.0]
+    llm.refuses = ("ann",)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    with open_engine(tmp_path, llm, **ALONE) as engine:
+        engine.add_batch(turns_of("ann", 1))
+        for n in range(3):
+            assert not engine.drain()
+            engine.add_batch(turns_of("bo", 4, start=4 * n))
+            assert not engine.drain()
+            assert (llm.refused, len(llm.prompts["bo"]) > 4 * n) == (n + 1, True)
+            now_s[0] += REFUSED_PAUSE_S
 
 
 # ---- who may open the store

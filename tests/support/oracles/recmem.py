@@ -161,9 +161,12 @@ class OracleRecMem(Oracle):
         room = 0.65 * sum(count + 8 for count in words.values())
         turns: list[int] = []
         for s in sorted(unread, key=lambda s: (-self._information[s] / (words[s] + 2), s)):
-            if self._information[s] and (not turns or words[s] + 8 <= room):
+            if self._information[s] and words[s] + 8 <= room:
                 room -= words[s] + 8
                 turns = sorted([*turns, s])
+        telling = [s for s in unread if self._information[s]]
+        if telling and not turns:
+            turns = [max(telling, key=lambda s: (self._information[s] / (words[s] + 2), -s))]
         if not turns:
             return ()
         draft = _Draft(facts_before=sum(m.born_at_seq == seq and m.kind == "fact" for m in self.versions))

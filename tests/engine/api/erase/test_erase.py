@@ -37,6 +37,7 @@ from ....support.api.erasure import (
     values_with,
     versions_with,
 )
+from ....support.cli import run
 from ....support.engine import rows_of
 from ....support.faults.harness import Driver, State, end_state, reports
 
@@ -175,6 +176,24 @@ def test_without_now_it_is_gone_at_once_and_its_bytes_with_the_next_purge(
         assert (certificate.turns_removed, certificate.rows_removed) == (30, rows)
     assert_no_trace(store, marked, vectors)
     assert others(end_state(store)) == others(before)
+
+
+@pytest.mark.parametrize("by_program", [True, False])
+def test_turns_that_were_parked_since_the_erasure_go_with_its_certificate(
+    by_program: bool, store: Path, marked: Marked
+) -> None:
+    with opened(store) as engine:
+        engine.erase(marked.name)
+        parked = store / "parked" / "s1" / engine.journal.info.tenant_key(marked.name) / "1.arrow"
+    parked.parent.mkdir(parents=True)
+    parked.write_bytes(b"her words")
+    if by_program:
+        done = run("erase", "--tenant", marked.name, "--store", store, "--now", "--yes", "--json")
+        assert (done.code, done.doc["turns_removed"]) == (0, 30), done.err
+    else:
+        with opened(store) as engine:
+            assert engine.erase(marked.name, now=True) is not None
+    assert not parked.exists()
 
 
 @pytest.mark.parametrize("purged", [True, False])
