@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,11 +21,32 @@ from ...support.soak.runs import report
 
 SOAK_EXAMPLES = int(os.environ.get("SOAK_EXAMPLES", "300"))
 BOUNDS = {"max_body_bytes": 20_000, "stream_s": 0.1}
+EVENT = re.compile(r"id: ([0-9a-f]{32})\nevent: ((?:memory|tenant|turn)\.[a-z]+)\ndata: (\{.*\})")
+EVENT_FIELDS = {"id", "type", "tenant", "tenant_key", "time"}
+
+
+@schemathesis.check
+def body_conformance(ctx: Any, response: Any, case: Any) -> bool | None:
+    """The body fits its schema. Of a stream, that is a string, which schemathesis takes for each event's."""
+    if not response.headers["content-type"][0].startswith("text/event-stream"):
+        return openapi_checks.response_schema_conformance(ctx, response, case)
+    *told, rest = response.content.decode().split("\n\n")
+    assert told and not rest
+    for block in told:
+        if block == ":":
+            continue
+        found = EVENT.fullmatch(block)
+        assert found is not None, block
+        event = json.loads(found[3])
+        assert event.keys() >= EVENT_FIELDS and (event["id"], event["type"]) == found.groups()[:2], block
+    return None
+
+
 PROMISES = [
     checks.not_a_server_error,
     openapi_checks.status_code_conformance,
     openapi_checks.content_type_conformance,
-    openapi_checks.response_schema_conformance,
+    body_conformance,
     openapi_checks.response_headers_conformance,
     openapi_checks.unsupported_method,
     openapi_checks.ignored_auth,
