@@ -16,7 +16,7 @@ from undertow.bench.system.service.world import World
 
 from ..support.soak.runs import report, soak_s
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(3_600)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(7_200)]
 
 WORLD = World(turns=20, tenants=1_000)
 MIX, DURABILITY = Mix(1, 1), "commit"
