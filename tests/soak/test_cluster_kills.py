@@ -38,6 +38,8 @@ from ..support.soak.runs import report, soak_round, soak_s
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7_200)]
 THETAS = ("--theta-sim", "0.5", "--theta-merge", "0.6", "--theta-count", "3")
+# for a process to kill: a worker reads for a moment only
+FOUND_S = 10.0
 KINDS = ("driver", "shard", "worker")
 PROGRAM_ENV = {"UNDERTOW_BATCH_TURNS": "16", "UNDERTOW_LLM_PATIENCE_S": "60"}
 
@@ -91,7 +93,7 @@ def bulk_round(folder: Path, logs: Path, url: str, rng: random.Random, killed: C
             kinds = [rng.choice(["shard", "worker"]) for _ in range(rng.randint(0, 2) + last)]
             for kind in kinds:
                 time.sleep(rng.uniform(0, 4))
-                killed[kind] += running.running and strike(ray_processes(pid, kind), rng)
+                killed[kind] += struck(running, kind, rng)
             if not last:
                 time.sleep(rng.uniform(0, 6))
                 killed["driver"] += running.running
@@ -100,6 +102,15 @@ def bulk_round(folder: Path, logs: Path, url: str, rng: random.Random, killed: C
     finally:
         left += running.kill() if running.running else []
         assert not all_ended(left), "what a killed driver started goes on"
+
+
+def struck(running: Command, kind: str, rng: random.Random) -> int:
+    """Kill a shard or a worker as soon as there is one: 1. 0 if the command ends, or has none for a while."""
+    until_s = time.monotonic() + FOUND_S
+    while running.running and time.monotonic() < until_s:
+        if strike(ray_processes(running.process.pid, kind), rng):
+            return 1
+    return 0
 
 
 class Traffic:
