@@ -243,6 +243,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
         Turns that a card's pool has no room for wait in the queue while tenants at work may still give some
         back. ArenaFull: nobody is; EncoderDown: waiting would not help. Then the queue's turns are dropped.
         """
+        self._check_sound()
         self._residency.load(self.scheduler.decisions.retries())
         self.begin_step(wait_s, storing=storing, brief=brief)
         self.commit_step()

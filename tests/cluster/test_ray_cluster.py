@@ -172,6 +172,20 @@ def test_the_shard_of_a_move_that_died_at_its_end_ends_and_is_not_started_again(
         cluster.stop()
 
 
+def test_a_shard_is_removed_and_comes_back_at_once(root: Location) -> None:
+    names = [f"tenant-{n}" for n in range(24)]
+    with Cluster.open(root, PLAIN, shards=2, resources=SMALL) as cluster:
+        cluster.add_batch([turn_of(name, 0, f"harbour of {name}") for name in names])
+        for shards in (["s0001"], ["s0001", "s0002"]):  # its former actor has not ended yet
+            done = cluster.reshard(shards)
+        assert done.tenants and done.shard_map.shards == ("s0001", "s0002")
+        for name in names:
+            assert [f"harbour of {name}\n" in hit.memory for hit in cluster.search(name, "boats").turns] == [
+                True
+            ]
+        cluster.stop()
+
+
 class DeadlyEncoder(HashingEncoder):
     """Ends its process at a word, as a fault in a native library would."""
 

@@ -66,6 +66,11 @@ class RayShard:
 
             if isinstance(error.cause, Fenced):
                 raise ShardExited(f"shard {self.shard}: {error.cause}") from None
+            if isinstance(error.cause, shard_map.Removed) and await asyncio.to_thread(
+                self._is_back, error.cause
+            ):
+                self._actor = None  # the former one, which ends; a new one follows it
+                raise ShardGone(f"shard {self.shard}: {error.cause}") from None
             if isinstance(error.cause, UndertowError | ValueError):
                 raise error.cause from None  # the shard's own error, without Ray's report around it
             raise
@@ -74,6 +79,11 @@ class RayShard:
             raise ShardGone(f"shard {self.shard}: {_first_line(error)}") from None
         except RayError as error:  # a lost object or a dead node: cannot be told apart here
             raise ShardGone(f"shard {self.shard}: {_first_line(error)}") from None
+
+    def _is_back(self, removed: shard_map.Removed) -> bool:
+        """Whether a newer map has the shard again."""
+        newest = self._start.newest_map()
+        return newest.version > removed.version and self.shard in newest.all_shards
 
     async def end(self) -> None:
         """Close the shard's engine and end its actor for good, if there is one."""
@@ -98,7 +108,7 @@ class Starter:
 
     def __call__(self, shard: str) -> Any:
         """The shard's actor, started if there is none. Removed: the shard is not in the map."""
-        shard_map.load(self._root).require(shard)
+        self.newest_map().require(shard)
         resources = self._resources
         environment = resources.environment()
         return (
@@ -119,6 +129,9 @@ class Starter:
             )
             .remote(str(self._root), shard, self._settings, self._parts, secrets.token_hex(8))
         )
+
+    def newest_map(self) -> shard_map.ShardMap:
+        return shard_map.load(self._root)
 
     def check(self, shards: Sequence[str]) -> None:
         """ResourcesLacking: there is no room for those of the shards that do not run yet."""
