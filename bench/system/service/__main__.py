@@ -1,6 +1,7 @@
 """The service under load: what a request costs, how many it answers in time, and what it does beyond that.
 
-    python -m undertow.bench.system.service [cost] [rate] [overload] [hostile] [memory] [kill] [--out FOLDER]
+    python -m undertow.bench.system.service [cost] [rate] [overload] [hostile] [background] [memory] [kill]
+        [--out FOLDER]
     python -m undertow.bench.system.service --against ../old [--rounds 2]
     python -m undertow.bench.system.service --mem0 [--rate 5]
 
@@ -21,6 +22,7 @@ from tempfile import TemporaryDirectory
 
 from undertow.bench.machine import commit, describe
 from undertow.bench.system.parts import load_averages, run_parts
+from undertow.bench.system.service.background import background_part
 from undertow.bench.system.service.compare import compare
 from undertow.bench.system.service.hostile import hostile_part
 from undertow.bench.system.service.mem0 import SMALL, Mem0Service
@@ -38,7 +40,7 @@ from undertow.bench.system.service.served import Checkout
 from undertow.bench.system.service.world import SIZES, World
 from undertow.engine.base.model import UndertowError
 
-PARTS = ("cost", "rate", "overload", "hostile", "memory", "kill")
+PARTS = ("cost", "rate", "overload", "hostile", "background", "memory", "kill")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,9 +51,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--mixes", nargs="+", type=Mix.of, default=[Mix(1, 1), Mix(1, 9)], metavar="ADDS:SEARCHES"
     )
-    made.add_argument(
-        "--rate", type=float, default=50.0, help="requests a second of `cost`, `hostile` and `memory`"
-    )
+    made.add_argument("--rate", type=float, default=50.0, help="requests a second of parts with a fixed rate")
     made.add_argument("--seconds", type=float, default=15.0, help="of each stretch")
     made.add_argument("--memory-seconds", type=float, default=300.0)
     made.add_argument(
@@ -80,6 +80,7 @@ def parts_of(args: argparse.Namespace, filled: Filled) -> dict[str, Callable[[Pa
         "rate": lambda _: each(partial(rate_part, filled, seconds=args.seconds)),
         "overload": lambda _: overload_part(filled, *first, args.seconds),
         "hostile": lambda _: hostile_part(filled, *first, args.seconds, args.rate),
+        "background": lambda _: background_part(filled, *first, args.seconds, args.rate),
         "memory": lambda _: memory_part(filled, *first, args.memory_seconds, args.rate),
         "kill": lambda _: kill_part(filled, *first, args.seconds),
     }

@@ -22,8 +22,8 @@ from undertow.engine.base.model import UndertowError
 
 START_S, STOP_S, SETTLE_S = 300.0, 120.0, 120.0
 ENCODER = "hash:384"
-# admin: for /metrics
-SCOPES = ("read", "write", "admin")
+# admin: for /metrics; erase: for the part background
+SCOPES = ("read", "write", "erase", "admin")
 NOT_DECIDED = (
     "{what}, so that deciding cost less than it should. A topic recurred: try --theta-count 1000, "
     "or texts that have less in common."
