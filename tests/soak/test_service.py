@@ -28,7 +28,8 @@ BYTES_A_TURN, NOISE_MIB_PER_MIN = 4_096, 2.0
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Filled:
-    return Filled.make(Checkout(), WORLD, tmp_path_factory.mktemp("service") / "filled")
+    # no topic may recur, not within an hour: there is no LLM
+    return Filled.make(Checkout(theta_count=1_000), WORLD, tmp_path_factory.mktemp("service") / "filled")
 
 
 def test_beyond_what_it_can_do_it_refuses_and_recovers(filled: Filled) -> None:
