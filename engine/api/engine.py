@@ -79,7 +79,6 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
         self.trace.use_ranges(nvtx_ranges())
         self.warnings: list[str] = []
         self._failure: BaseException | None = None
-        self._policies = Policies(settings)
         self._budget = PromptBudget(settings.context_tokens, settings.reply_tokens)
         plain = encoder.fingerprint
         self._fingerprint = plain.with_timestamps() if settings.embed_timestamp else plain
@@ -99,10 +98,10 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
 
     def _set_up(self, encoder: Encoder, llm: LLMClient | None) -> None:
         """Build everything that needs the open journal."""
-        settings = self.settings
         try:
             self._check_encoder()
-            self._check_policy()
+            settings = self.settings = self._with_policy()
+            self._policies = Policies(settings)
             self.tenants = TenantRegistry(self.journal, self.arena)
             self._reports = Reports(self.journal, self.tenants)
             self._feedback = FeedbackQueue()
@@ -153,15 +152,16 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
         if drift := stored.drift(self._fingerprint):
             self.warnings.append(drift)
 
-    def _check_policy(self) -> None:
-        """StoreError. Readers skip this check: a search does not depend on the policy."""
-        stored, named = self.journal.info.policy, self.settings.policy
-        if self.journal.writable and stored != named:
+    def _with_policy(self) -> Settings:
+        """The settings, by default with the store's policy. StoreError: those of a writer name another."""
+        stored, given = self.journal.info.policy, self.settings
+        if "policy" in given.model_fields_set and self.journal.writable and stored != given.policy:
             raise StoreError(
                 f"the memories of {self.journal.location} use the policy {stored!r}, and the settings "
-                f"name {named!r}. Set UNDERTOW_POLICY={stored}, or read the turns into a new store; "
+                f"name {given.policy!r}. Leave UNDERTOW_POLICY out, or read the turns into a new store; "
                 "`undertow policy` gives single tenants another."
             )
+        return given if "policy" in given.model_fields_set else Policies(given).settings_of(stored)
 
     def __enter__(self) -> Self:
         return self

@@ -14,15 +14,16 @@ from __future__ import annotations
 import secrets
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import orjson
 
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import UndertowError
+from undertow.engine.base.model import PolicyName, UndertowError
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.shard_map import STORES, MapConflict, ShardMap
 from undertow.engine.storage.location import Location, StoreError
-from undertow.engine.storage.store_info import DESCRIPTION, read_info
+from undertow.engine.storage.store_info import DESCRIPTION, is_store, read_info
 
 # the one shard of a plain store
 SINGLE = "single"
@@ -113,7 +114,16 @@ def make_root(root: Location, shards: int) -> None:
             shard_map.publish(root, ShardMap.new(names))
 
 
-# ---- thresholds
+# ---- what all shards have in common
+
+
+def with_policy(root: Location, settings: Settings) -> Settings:
+    """The settings, under the policy of the root's shards unless they name one. StoreError."""
+    stores = [] if "policy" in settings.model_fields_set else shard_map.load(root).all_shards
+    found = next(
+        (read_info(s).policy for s in (root / STORES / name for name in stores) if is_store(s)), None
+    )
+    return settings if found is None else settings.under(cast(PolicyName, found))
 
 
 def agree_on_thresholds(root: Location, settings: Settings) -> None:

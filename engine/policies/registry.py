@@ -120,7 +120,7 @@ class Policies:
         """The settings in force under this policy. UndertowError: no such policy."""
         wanted = next((n for n in get_args(PolicyName) if n == name), None)
         if name is not None and wanted is None:
-            raise UndertowError(f"a tenant has the policy {name!r}, which this Undertow does not have.")
+            raise UndertowError(f"a tenant or a store has the policy {name!r}, which this Undertow lacks.")
         return self._settings if wanted is None else self._settings.under(wanted)
 
     def tiers(self, name: str | None) -> Tiers:

@@ -43,8 +43,11 @@ def test_a_store_remembers_the_policy_and_refuses_to_be_written_by_another(tmp_p
         engine.add_batch(turns_of("ann", 3))
         assert engine.drain()
     assert read_info(tmp_path).policy == "eager"
-    with pytest.raises(StoreError, match=r"'eager'.*'recmem'.*UNDERTOW_POLICY=eager"):
-        open_engine(tmp_path)
+    with pytest.raises(StoreError, match=r"'eager'.*'nemori'.*Leave UNDERTOW_POLICY out"):
+        open_engine(tmp_path, policy="nemori")
+    with open_engine(tmp_path, RecordingLLM(MockReplies())) as engine:  # settings that name none
+        assert engine.add_batch(turns_of("bob", 2)) and engine.drain()
+        assert engine.search("bob", "word1").facts
     with Engine(tmp_path, settings_of(), ENCODER, writable=False) as reader:
         assert reader.search("ann", "word1").facts, "who only reads may have any policy"
     with open_engine(tmp_path, policy="eager") as engine:

@@ -12,7 +12,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.processes.pool import WorkerPool, WorkerProcess
 from undertow.engine.cluster.processes.worker import WorkerConfig
-from undertow.engine.cluster.root import agree_on_thresholds, make_root
+from undertow.engine.cluster.root import agree_on_thresholds, make_root, with_policy
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard.supervisor import EngineParts
@@ -44,6 +44,7 @@ class ProcessCluster(Router):
         """
         make_root(root, workers)
         shards = shard_map.load(root).all_shards
+        settings = with_policy(root, settings)
         agree_on_thresholds(root, settings)
         resources = ClusterSettings()
         if "patience_s" not in resources.model_fields_set:

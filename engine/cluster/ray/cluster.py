@@ -12,7 +12,7 @@ from undertow.engine.base.model import UndertowError
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.ray.actors import RayShard, Starter
 from undertow.engine.cluster.resharding.coordinator import MoveProgress, ReshardReport, reshard, resume
-from undertow.engine.cluster.root import agree_on_thresholds, make_root
+from undertow.engine.cluster.root import agree_on_thresholds, make_root, with_policy
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.storage.location import Location
@@ -27,6 +27,7 @@ class Cluster(Router):
     def __init__(self, root: Location, settings: Settings, resources: ClusterSettings, parts: Any) -> None:
         """Of a root that has a map; `open` makes one, and says what is raised."""
         shards = shard_map.load(root).all_shards
+        settings = with_policy(root, settings)
         agree_on_thresholds(root, settings)
         self._start = Starter(root, settings, resources, parts)
         self._start.check(shards)

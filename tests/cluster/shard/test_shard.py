@@ -27,7 +27,7 @@ from undertow.engine.base.queries import (
 )
 from undertow.engine.base.results import Certificate, Updated
 from undertow.engine.cluster import shard_map
-from undertow.engine.cluster.root import agree_on_thresholds, with_thresholds
+from undertow.engine.cluster.root import agree_on_thresholds, with_policy, with_thresholds
 from undertow.engine.cluster.shard import call_queue
 from undertow.engine.cluster.shard.call_queue import CallStamp, StaleSession, TableCall
 from undertow.engine.cluster.shard.shard import Shard
@@ -396,6 +396,14 @@ def test_settings_that_name_other_thresholds_than_the_root_are_refused(root: Loc
     root.write("thresholds.json", b'{"theta_sim": 5, "theta_merge": 0.5, "theta_count": 3}')
     with pytest.raises(StoreError, match="holds no thresholds"):
         with_thresholds(root, Settings())
+
+
+def test_settings_that_name_no_policy_take_that_of_the_roots_shards(root: Location) -> None:
+    assert with_policy(root, Settings()).policy == "recmem"
+    given = Settings(device="cpu", policy="nemori")
+    Engine(root / STORES / "s0", given, PARTS.encoder(given), hash_key=shard_map.load(root).hash_key).close()
+    assert with_policy(root, Settings()).policy == "nemori"
+    assert with_policy(root, Settings(policy="recmem")).policy == "recmem"  # which its shards refuse
 
 
 def test_what_was_undecided_is_decided_after_a_restart_without_a_call(root: Location, start: Start) -> None:
