@@ -161,7 +161,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
                 f"name {given.policy!r}. Leave UNDERTOW_POLICY out, or read the turns into a new store; "
                 "`undertow policy` gives single tenants another."
             )
-        return given if "policy" in given.model_fields_set else Policies(given).settings_of(stored)
+        return given if "policy" in given.model_fields_set else given.under(stored)
 
     def __enter__(self) -> Self:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -77,6 +78,15 @@ def _counts(tenants: TenantRegistry, name: str) -> tuple[int, Counter[str], int]
     return len(turns), kinds, changes
 
 
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What a purge has removed from a journal, by tenant key its tombstones. `alone`: see Journal.purge."""
+
+    journal: Journal
+    tombstones: Mapping[str, Mapping[str, Any]]
+    alone: bool
+
+
 def purge(journal: Journal, tenants: TenantRegistry) -> dict[str, Certificate]:
     """Remove the rows of all buried tenants and every old version of the store's files.
 
@@ -84,6 +94,11 @@ def purge(journal: Journal, tenants: TenantRegistry) -> dict[str, Certificate]:
     those of the tombstones, so that a certificate does not depend on how many attempts it took. A tenant
     that has come from another shard waits until the resharding has ended: that one has its bytes too.
     """
+    return certify(tenants, remove_bytes(journal, tenants))
+
+
+def remove_bytes(journal: Journal, tenants: TenantRegistry) -> Removal:
+    """The part of `purge` that takes long. Turns may be stored beside it: see Journal.beside_appends."""
     due = {
         key: stone
         for key, stone in tenants.erased.items()
@@ -92,11 +107,17 @@ def purge(journal: Journal, tenants: TenantRegistry) -> dict[str, Certificate]:
     for key, stone in due.items():
         journal.delete([key], before_lsn=stone["lsn"])
     journal.delete_rows(left_behind(journal, tenants))
-    alone = journal.purge()
+    return Removal(journal, due, journal.purge())
+
+
+def certify(tenants: TenantRegistry, removal: Removal) -> dict[str, Certificate]:
+    """The rest of `purge`: certificates by tenant key; none for a tenant that was erased again since."""
     forget_words()
-    done = {"purged": True, "alone": alone, "purged_at": _now()}
-    purged = {key: {**stone, **done} for key, stone in due.items()}
-    journal.append([Row("tombstone", "", key, -1, orjson.dumps(stone)) for key, stone in purged.items()])
+    done = {"purged": True, "alone": removal.alone, "purged_at": _now()}
+    due = removal.tombstones.items()
+    purged = {key: {**stone, **done} for key, stone in due if tenants.erased[key] is stone}
+    rows = [Row("tombstone", "", key, -1, orjson.dumps(stone)) for key, stone in purged.items()]
+    removal.journal.append(rows)
     tenants.erased.update(purged)
     return {key: certificate_of(key, stone) for key, stone in purged.items()}
 

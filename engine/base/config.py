@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from undertow.engine.base.environment import PREFIX, refuse_unknown
 from undertow.engine.base.gpu_shares import GpuShares
-from undertow.engine.base.model import AnswerMode, AnswerStyle, PolicyName
+from undertow.engine.base.model import AnswerMode, AnswerStyle, PolicyName, UndertowError
 from undertow.engine.base.pair_cosines import prior_theta
 from undertow.engine.base.process_tuning import usable_memory
 
@@ -264,10 +264,15 @@ class Settings(BaseSettings):
                 )
         return self
 
-    def under(self, policy: PolicyName) -> Self:
-        """These settings for a tenant with its own policy, whose ablations and options are the defaults."""
+    def under(self, policy: str) -> Self:
+        """These settings for a tenant with its own policy, whose ablations and options are the defaults.
+
+        UndertowError: no such policy.
+        """
         if policy == self.policy:
             return self
+        if policy not in get_args(PolicyName):
+            raise UndertowError(f"a tenant or a store has the policy {policy!r}, which this Undertow lacks.")
         parts: dict[str, Any] = {"ablation": None}
         for usual in _OF_POLICY.values():
             parts |= usual

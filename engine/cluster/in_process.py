@@ -18,7 +18,7 @@ from undertow.engine.base.model import Turn, UndertowError, unknown_memory
 from undertow.engine.base.queries import AnswerQuery, ApiCall, MemoryCall, R, StoreCall
 from undertow.engine.base.results import Receipt
 from undertow.engine.cluster.root import SINGLE, SingleStoreRoot
-from undertow.engine.cluster.shard.answer_streams import AnswerTicket
+from undertow.engine.cluster.shard.api.answer_streams import AnswerTicket
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.step.admission import QueueFull

@@ -14,12 +14,11 @@ from __future__ import annotations
 import secrets
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
 
 import orjson
 
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import PolicyName, UndertowError
+from undertow.engine.base.model import UndertowError
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.shard_map import STORES, MapConflict, ShardMap
 from undertow.engine.storage.location import Location, StoreError
@@ -123,7 +122,7 @@ def with_policy(root: Location, settings: Settings) -> Settings:
     found = next(
         (read_info(s).policy for s in (root / STORES / name for name in stores) if is_store(s)), None
     )
-    return settings if found is None else settings.under(cast(PolicyName, found))
+    return settings if found is None else settings.under(found)
 
 
 def agree_on_thresholds(root: Location, settings: Settings) -> None:

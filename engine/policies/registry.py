@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-from undertow.engine.base.model import PolicyName, UndertowError
 from undertow.engine.policies.a_mem.policy import AMem
 from undertow.engine.policies.base import Policy, PromptBudget, Tiers
 from undertow.engine.policies.eager import Eager
@@ -118,10 +117,7 @@ class Policies:
 
     def settings_of(self, name: str | None) -> Settings:
         """The settings in force under this policy. UndertowError: no such policy."""
-        wanted = next((n for n in get_args(PolicyName) if n == name), None)
-        if name is not None and wanted is None:
-            raise UndertowError(f"a tenant or a store has the policy {name!r}, which this Undertow lacks.")
-        return self._settings if wanted is None else self._settings.under(wanted)
+        return self._settings if name is None else self._settings.under(name)
 
     def tiers(self, name: str | None) -> Tiers:
         """What a search returns where it names no counts."""

@@ -273,7 +273,7 @@ class Journal(JournalReads):
 
     @contextmanager
     def beside_appends(self) -> Iterator[None]:
-        """Around reads on one thread, while another one appends. They see what is in Lance."""
+        """Around reads or a purge on one thread, while another one appends. They see what is in Lance."""
         with self._one_user:
             self._reader = threading.get_ident()
             try:

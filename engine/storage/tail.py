@@ -66,7 +66,8 @@ class Tail:
         """Begin to move rows before `lsn`, in the background. None: they are moved. Fenced."""
         if self._flush is None or self._flush.done():
             self._end_flush()
-            if not self._moving and not (self._waiting and self._waiting[0][0] < lsn):
+            left = self._moving or self._segments  # by a flush that has failed
+            if not left and not (self._waiting and self._waiting[0][0] < lsn):
                 return None
             self._flush_aside()
         return self._flush

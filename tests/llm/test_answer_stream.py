@@ -21,8 +21,8 @@ from undertow.engine.base.queries import AnswerQuery, SearchQuery, TenantUsageQu
 from undertow.engine.base.results import Answer, SearchResult
 from undertow.engine.cluster.in_process import InProcess
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.cluster.shard import answer_streams as answering
-from undertow.engine.cluster.shard.answer_streams import AnswerStream, AnswerStreams, UnknownTicket
+from undertow.engine.cluster.shard.api import answer_streams as answering
+from undertow.engine.cluster.shard.api.answer_streams import AnswerStream, AnswerStreams, UnknownTicket
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.llm.client import BadReply, BrokenOff, Completion
 from undertow.engine.tenants.registry import UnknownTenant

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from undertow.bench.system.service.world import Request, World, request
 
 PURGES = 5
 # By then the journal has had a whole compaction, if the rate is 200 adds and searches a second.
-LONG_STRETCHES = 8
+LONG_STRETCHES = 16
 
 
 def background_part(filled: Filled, mix: Mix, durability: str, seconds: float, rate: float) -> Figures:
@@ -50,24 +49,19 @@ def erasure(load: Load, tenant: str) -> Request:
 
 
 def beside(load: Load, rate: float, seconds: float, requests: Sequence[Request]) -> Figures:
-    """A stretch, with these requests spread over it, one after the other."""
+    """A stretch, with these requests spread over it."""
+    due_s = [n * seconds / len(requests) for n in range(len(requests))]
 
     async def both() -> tuple[Figures, Outcome]:
-        sending = asyncio.create_task(spread(load.service.url, requests, seconds))
+        caller, outcome = Caller(load.service.url), Outcome(len(requests) / seconds, seconds)
+        sending = asyncio.create_task(caller.run(requests, due_s, outcome))
         _, figures = await load.at_rate_async(rate, seconds)
-        return figures, await sending
+        await sending
+        caller.close()
+        return figures, outcome
 
     figures, sent = run_loop(both())
     return {**figures, "beside_it": sent.figures()}
-
-
-async def spread(url: str, requests: Sequence[Request], seconds: float) -> Outcome:
-    caller, outcome, began_s = Caller(url), Outcome(len(requests) / seconds, seconds), time.monotonic()
-    for n, one in enumerate(requests):
-        await asyncio.sleep(max(0.0, began_s + n * seconds / len(requests) - time.monotonic()))
-        await caller.run([one], [0.0], outcome)
-    caller.close()
-    return outcome
 
 
 def operations(store: Path) -> Figures:

@@ -42,7 +42,7 @@ from undertow.engine.storage.store_info import DESCRIPTION, read_info
 from undertow.engine.tenants.migration_records import InTransit, Moved
 
 if TYPE_CHECKING:
-    from undertow.engine.cluster.shard.answer_streams import AnswerTicket
+    from undertow.engine.cluster.shard.api.answer_streams import AnswerTicket
 
 T = TypeVar("T")
 ShardStates = dict[str, dict[str, Any]]

@@ -45,9 +45,9 @@ class Command:
     tenant: str = ""
     # whether it reads what is in memory, and changes nothing
     searches: bool = False
-    # whether it reads the journal, and of memory what there is of its tenant, and changes nothing
+    # whether it reads the journal, and of memory what there is of its tenant, and changes nothing of either
     reads: bool = False
-    # whether it reads the journal, and of memory only which tenants there are, and changes nothing
+    # whether it reads the journal, or purges it, and of memory reads only which tenants there are
     reads_journal: bool = False
     # of one that reads the journal: the lsn behind what it is to see, and how often that was to move to Lance
     sees_until: int | None = None
@@ -113,6 +113,7 @@ def read_aside(
         log.warning("the log cannot be moved to Lance: %s", reason_of(error))
         return None
     if moving is None:
+        command.sees_until, command.moves = None, 0  # it may run again
         journal.reserve()
         return partial(_read, journal, command, obey)
     if command.moves == MOST_MOVES:

@@ -21,8 +21,8 @@ from undertow.engine.base.model import PackedTurn, UndertowError
 from undertow.engine.base.queries import AnswerQuery, ApiCall, MemoryCall, R
 from undertow.engine.base.results import Receipt
 from undertow.engine.cluster.root import SharedRoot
-from undertow.engine.cluster.shard.answer_streams import AnswerTicket, Said
-from undertow.engine.cluster.shard.api_calls import ApiCalls
+from undertow.engine.cluster.shard.api.answer_streams import AnswerTicket, Said
+from undertow.engine.cluster.shard.api.calls import ApiCalls
 from undertow.engine.cluster.shard.call_queue import CallStamp, PackedCall, SessionStart, TableCall
 from undertow.engine.cluster.shard.drivers import driver_of
 from undertow.engine.cluster.shard.engine_work import EngineWork

@@ -15,8 +15,8 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.queries import AnswerQuery, SearchQuery
 from undertow.engine.base.results import SearchResult
+from undertow.engine.cluster.shard.api.index_build import AfterIndexBuild, IndexBuildQueue
 from undertow.engine.cluster.shard.call_queue import CallStamp
-from undertow.engine.cluster.shard.index_build import AfterIndexBuild, IndexBuildQueue
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard.supervisor import EngineParts, ShardSupervisor
 from undertow.engine.cluster.wire import pack

@@ -13,9 +13,9 @@ from undertow.engine.api import search_calls
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.base.model import InputError
-from undertow.engine.base.queries import ExplainQuery, ListQuery, SearchQuery
+from undertow.engine.base.queries import EraseCommand, ExplainQuery, ListQuery, PurgeCommand, SearchQuery
 from undertow.engine.base.results import Report
-from undertow.engine.cluster.shard import api_calls
+from undertow.engine.cluster.shard.api import calls as api_calls
 from undertow.engine.storage import tail
 from undertow.engine.storage.journal import Journal, JournalError
 from undertow.engine.storage.lance_log import LanceLog
@@ -23,24 +23,25 @@ from undertow.engine.tenants.registry import UnknownTenant
 
 from ...support.cluster.in_process import PARTS, settings
 from ...support.cluster.shard import some
+from ...support.engine import bytes_hold, turn_of
 from .test_drivers import SOON_S, engine_of, opened, threads_of, word
 
 pytestmark = pytest.mark.anyio
 
 
-class HeldReads:
-    """Holds reads of the journal for explanations, once they have begun."""
+class Held:
+    """Holds calls of a method, once they have begun: by default reads of the journal for explanations."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type = Reports, name: str = "explain") -> None:
         self.begun, self.go = threading.Event(), threading.Event()
-        explain = Reports.explain
+        method = getattr(kind, name)
 
-        def held(reports: Reports, *args: Any, **more: Any) -> Any:
+        def held(owner: Any, *args: Any, **more: Any) -> Any:
             self.begun.set()
             assert self.go.wait(SOON_S)
-            return explain(reports, *args, **more)
+            return method(owner, *args, **more)
 
-        monkeypatch.setattr(Reports, "explain", held)
+        monkeypatch.setattr(kind, name, held)
 
     async def wait(self) -> None:
         assert await asyncio.to_thread(self.begun.wait, SOON_S)
@@ -52,7 +53,7 @@ async def test_a_thread_reads_the_journal_while_the_loop_stores_decides_and_sear
     moves = threads_of(monkeypatch, Journal, "_move")
     async with opened(tmp_path, theta_count=1_000) as memories:
         await memories.add(some("ann", *range(5)))
-        held = HeldReads(monkeypatch)
+        held = Held(monkeypatch)
         read = asyncio.create_task(memories.call(ExplainQuery("ann")))
         await held.wait()
         moves.clear()
@@ -70,6 +71,55 @@ async def test_a_thread_reads_the_journal_while_the_loop_stores_decides_and_sear
         records: list[Report] = await memories.call(ExplainQuery("ann"))
         assert [record["seq"] for record in records] == list(range(10))
         assert moves, "from then on it does"
+
+
+@pytest.mark.parametrize("asks", [EraseCommand("cy", now=True), PurgeCommand()], ids=["erase", "purge"])
+async def test_the_loop_stores_decides_and_searches_beside_a_purge(
+    asks: EraseCommand | PurgeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves = threads_of(monkeypatch, Journal, "_move")
+    async with opened(tmp_path, theta_count=1_000) as memories:
+        await memories.add([*some("ann", *range(5)), turn_of("cy", 0, "words of cy")])
+        if isinstance(asks, PurgeCommand):
+            await memories.call(EraseCommand("cy"))
+        held = Held(monkeypatch, LanceLog, "rewrite_deleted")
+        purge: asyncio.Task[Any] = asyncio.create_task(memories.call(asks))
+        await held.wait()
+        moves.clear()
+        monkeypatch.setattr(tail, "ROWS_PER_FLUSH", 1)  # a flush is due with each commit
+        async with asyncio.timeout(SOON_S):
+            for n in range(5, 10):  # cy begins a new life
+                await memories.add([*some("ann", n), *some("cy", n - 5)])
+                assert (await memories.call(word(n))).turns
+                assert (await memories.call(word(n - 5, "cy"))).turns
+            while engine_of(memories).lag.undecided_turns:
+                await asyncio.sleep(0.001)
+        assert not purge.done() and moves == [], "nothing moves to Lance while it is rewritten"
+        held.go.set()
+        ended = await purge
+        certificate = ended if isinstance(asks, EraseCommand) else next(iter(ended.values()))
+        assert certificate.turns_removed == 1
+    assert not bytes_hold(tmp_path, "words of cy")
+    async with opened(tmp_path, theta_count=1_000) as memories:
+        assert len((await memories.call(ListQuery("ann"))).items) == 10
+        assert len((await memories.call(ListQuery("cy"))).items) == 5
+        assert await memories.call(PurgeCommand()) == {}, "the certificate is stored"
+
+
+async def test_searches_do_not_wait_for_a_purge_where_a_commit_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, theta_count=1_000, durability="fsync") as memories:
+        await memories.add([*some("ann", 1), *some("cy", 1)])
+        assert (await memories.call(word(1))).turns
+        held = Held(monkeypatch, LanceLog, "rewrite_deleted")
+        purge: asyncio.Task[Any] = asyncio.create_task(memories.call(EraseCommand("cy", now=True)))
+        await held.wait()
+        async with asyncio.timeout(SOON_S):
+            assert (await memories.call(word(1))).turns
+        assert not purge.done()
+        held.go.set()
+        assert (await purge).turns_removed == 1
 
 
 async def test_a_read_sees_whatever_was_acknowledged_before(tmp_path: Path) -> None:
@@ -103,7 +153,7 @@ async def test_a_tenant_whose_first_turn_came_after_a_read_had_begun_is_unknown_
 ) -> None:
     async with opened(tmp_path) as memories:
         await memories.add(some("ann", 1))
-        held = HeldReads(monkeypatch)
+        held = Held(monkeypatch)
         read = asyncio.create_task(memories.call(ExplainQuery("bob")))
         await held.wait()
         await memories.add(some("bob", 1))

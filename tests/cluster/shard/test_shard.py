@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from undertow.engine.api.engine import Engine
-from undertow.engine.api.erasure import NotCertified
+from undertow.engine.api.erasure import NotCertified, Removal, remove_bytes
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.queries import (
@@ -25,7 +25,7 @@ from undertow.engine.base.queries import (
     SearchQuery,
     UpdateCommand,
 )
-from undertow.engine.base.results import Certificate, Updated
+from undertow.engine.base.results import Updated
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.root import agree_on_thresholds, with_policy, with_thresholds
 from undertow.engine.cluster.shard import call_queue
@@ -34,9 +34,10 @@ from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard_map import STORES, ShardMap
 from undertow.engine.cluster.wire import Status, pack
 from undertow.engine.step.admission import Admitted, Inbox, QueueFull
+from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.tenants.migration_records import Move, Moved
-from undertow.engine.tenants.registry import UnknownTenant
+from undertow.engine.tenants.registry import TenantRegistry, UnknownTenant
 
 from ...support.api.erasure import turns_of_topics
 from ...support.cluster.in_process import PARTS, begin, settings
@@ -197,15 +198,14 @@ def test_erasures_that_wait_share_a_purge(
     sender = Sender(shard)
     for n, name in enumerate(("ann", "bob", "cy"), 1):
         sender.add([turn_of(name, seq, f"words of {name}") for seq in range(n)])
-    purges: list[set[str]] = []
-    purge = Engine.purge
+    made: list[set[str]] = []
 
-    def counted(engine: Engine) -> dict[str, Certificate]:
-        certificates = purge(engine)
-        purges.append(set(certificates))
-        return certificates
+    def counted(journal: Journal, tenants: TenantRegistry) -> Removal:
+        removal = remove_bytes(journal, tenants)
+        made.append(set(removal.tombstones))
+        return removal
 
-    monkeypatch.setattr(Engine, "purge", counted)
+    monkeypatch.setattr("undertow.engine.cluster.shard.api.purges.remove_bytes", counted)
     go = threading.Event()
     holding = shard._work.ask_without(lambda: go.wait(SOON_S))
     erasing = [shard.ask(EraseCommand(name, now=True)) for name in ("ann", "bob")]
@@ -216,7 +216,7 @@ def test_erasures_that_wait_share_a_purge(
     certificates = [call.result(SOON_S) for call in erasing]
     with pytest.raises(UnknownTenant):
         unknown.result(SOON_S)
-    assert purges == [{c.tenant_key for c in certificates if c is not None}]
+    assert made == [{c.tenant_key for c in certificates if c is not None}]
     assert [c.turns_removed for c in certificates if c is not None] == [1, 2, 3]
     assert not bytes_hold(Path(str(root)), "words of")
     assert ask(shard, EraseCommand("nobody", now=True, again=True)) is None

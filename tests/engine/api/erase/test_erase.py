@@ -15,6 +15,7 @@ import pytest
 
 from undertow.bench.mock.llm import MockLLM
 from undertow.engine.api.engine import Engine
+from undertow.engine.api.erasure import certify, remove_bytes
 from undertow.engine.base.model import PolicyName, Turn, UndertowError
 from undertow.engine.base.results import Certificate
 from undertow.engine.search import analyzer
@@ -235,6 +236,20 @@ def test_two_lives_erased_before_one_purge_are_both_on_the_certificate(store: Pa
     assert certificate is not None
     assert certificate.turns_removed == 35
     assert certificate.rows_removed > rows + 5
+    assert_no_trace(store, marked, [])
+
+
+def test_a_tenant_erased_again_while_its_bytes_are_removed_waits_for_the_next_purge(
+    store: Path, marked: Marked
+) -> None:
+    with opened(store) as engine:
+        engine.erase(marked.name)
+        removal = remove_bytes(engine.journal, engine.tenants)
+        engine.add_batch(turns_of_topics(marked.name, 5, marked.word))
+        engine.erase(marked.name)
+        assert certify(engine.tenants, removal) == {}
+        (certificate,) = engine.purge().values()
+        assert certificate.turns_removed == 35
     assert_no_trace(store, marked, [])
 
 

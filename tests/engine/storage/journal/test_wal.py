@@ -122,6 +122,23 @@ def test_a_flush_that_fails_is_done_again_and_loses_nothing(
     assert texts(journal) == [f"{n}" for n in range(6)] and not segments(store)
 
 
+def test_segments_that_a_flush_could_not_remove_are_removed_before_a_purge_beside_appends(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal.open(store, writable=True)
+    journal.append([row("a")])
+    with monkeypatch.context() as patched:
+        patched.setattr(WriteAheadLog, "remove", Mock(side_effect=OSError("device is busy")))
+        moving = journal.move_until(1)
+        assert moving is not None
+        with pytest.raises(OSError, match="busy"):
+            moving.result(10)
+    assert segments(store)
+    while (moving := journal.move_until(1)) is not None:
+        moving.result(10)
+    assert not segments(store) and texts(journal) == ["a"]
+
+
 def test_rows_of_a_flush_that_only_seemed_to_fail_are_there_once(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ from undertow.engine.base.queries import (
     MemoriesQuery,
     MemoryCall,
     PolicyQuery,
+    PurgeCommand,
     R,
     SearchQuery,
     TenantCall,
@@ -40,16 +41,17 @@ from undertow.engine.base.queries import (
     UpdateCommand,
 )
 from undertow.engine.base.results import Answer, Certificate, ImportReport, Page, Report, SearchResult
-from undertow.engine.cluster.shard import repeated_calls
-from undertow.engine.cluster.shard.answer_streams import (
+from undertow.engine.cluster.shard.api import repeated_calls
+from undertow.engine.cluster.shard.api.answer_streams import (
     AnswerStream,
     AnswerStreams,
     AnswerTicket,
     UnknownTicket,
 )
+from undertow.engine.cluster.shard.api.index_build import AfterIndexBuild, CallerGone, IndexBuildQueue
+from undertow.engine.cluster.shard.api.purges import Purges, after
 from undertow.engine.cluster.shard.commands import NotYet
 from undertow.engine.cluster.shard.engine_work import EngineWork
-from undertow.engine.cluster.shard.index_build import AfterIndexBuild, CallerGone, IndexBuildQueue, forward
 from undertow.engine.cluster.shard.quick import is_quick_call, logs_quickly
 from undertow.engine.cluster.shard.supervisor import ShardSupervisor
 from undertow.engine.cluster.wire import Status
@@ -86,6 +88,7 @@ class ApiCalls:
         self._ask = work.ask
         self._index_builds = IndexBuildQueue()
         self._imports: set[RunningImport] = set()
+        self._purges = Purges(work, self._check)
 
     def begin(self, call: ApiCall[R]) -> Future[R | None]:
         """Begin a call. Its result is None where a MemoryCall finds no such memory here."""
@@ -289,27 +292,17 @@ class ApiCalls:
 
         return self._ask(drained, wait=True, is_quick=lambda _: True)
 
+    def _purge(self, _: PurgeCommand) -> Future[dict[str, Certificate]]:
+        return self._purges.purge()
+
     def _erase(self, command: EraseCommand) -> Future[Certificate | None]:
-        """A purge rewrites files of the whole store, so one purge serves all erasures that wait for it."""
+        tenant = command.tenant
         if not command.now:
-            return self._ask(lambda engine: self._erase_now(engine, command), tenant=command.tenant)
-        gone = False
+            return self._ask(lambda engine: self._bury(engine, command), tenant=tenant)
+        buried: Future[None] = self._ask(lambda engine: self._bury(engine, command), tenant=tenant)
+        return after(buried, lambda _: self._purges.certify(tenant))
 
-        def erased(engine: Engine) -> tuple[Certificate | None] | None:
-            nonlocal gone
-            if gone:
-                self._check(command.tenant)
-                return (repeated_calls.certificate(engine, command.tenant),)
-            self._erase_now(engine, command)
-            gone = True
-            return None  # the purge comes after the erasures that have come meanwhile
-
-        future: Future[Certificate | None] = Future()
-        # a tuple, as None means "not yet" to a command that waits
-        forward(self._ask(erased, wait=True), future, lambda result: result[0])
-        return future
-
-    def _erase_now(self, engine: Engine, command: EraseCommand) -> None:
+    def _bury(self, engine: Engine, command: EraseCommand) -> None:
         tenant = command.tenant
         self._check(tenant)
         for running in self._imports:  # a commit that was begun before must not bring the tenant back
@@ -353,6 +346,7 @@ HANDLERS: Mapping[type[ApiCall[Any]], Callable[[ApiCalls, Any], Future[Any]]] = 
     FlushCommand: ApiCalls._flush,
     ImportCommand: ApiCalls._import,
     ListQuery: ApiCalls._list,
+    PurgeCommand: ApiCalls._purge,
     SearchQuery: ApiCalls._search,
     UpdateCommand: ApiCalls._edit,
 }

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from undertow.engine.api.engine import Engine
-from undertow.engine.api.erasure import NotCertified, certificate_of
 from undertow.engine.base.queries import DeleteCommand, UpdateCommand
-from undertow.engine.base.results import Certificate, Updated
+from undertow.engine.base.results import Updated
 from undertow.engine.storage.row_codec import Control, control_of
 
 
@@ -51,19 +50,3 @@ def _controls(engine: Engine, tenant: str | None) -> Iterator[Control]:
     keys = None if tenant is None else [engine.journal.info.tenant_key(tenant)]
     for row in engine.journal.read(tenant_keys=keys, kinds=["control"], vectors=False):
         yield control_of(row)
-
-
-def certificate(engine: Engine, tenant: str) -> Certificate | None:
-    """The certificate of an erased tenant, after a purge if needed. None: no such erasure is known.
-
-    NotCertified: its last bytes are still at the shard that it came from.
-    """
-    key = engine.journal.info.tenant_key(tenant)
-    tombstone = engine.tenants.erased.get(key)
-    if tombstone is None:
-        return None
-    if tombstone["purged"]:
-        return certificate_of(key, tombstone)
-    if key in engine.tenants.arrived:
-        raise NotCertified
-    return engine.purge()[key]

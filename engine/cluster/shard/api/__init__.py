@@ -1,0 +1,1 @@
+"""The calls of MemoryApi at a shard."""

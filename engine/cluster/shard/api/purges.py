@@ -1,0 +1,118 @@
+"""Purges at a shard. Turns are stored and searched while the bytes of erased tenants are removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from undertow.engine.api.engine import Engine
+from undertow.engine.api.erasure import NotCertified, Removal, certificate_of, certify, remove_bytes
+from undertow.engine.base.results import Certificate
+from undertow.engine.cluster.shard.api.index_build import forward
+from undertow.engine.cluster.shard.commands import NotYet
+from undertow.engine.cluster.shard.engine_work import EngineWork
+
+F = TypeVar("F")
+T = TypeVar("T")
+
+
+def after(first: Future[F], begin: Callable[[F], Future[T]]) -> Future[T]:
+    """The result of what begins with the result of `first`; an error of either."""
+    future: Future[T] = Future()
+
+    def go_on(done: Future[F]) -> None:
+        if (error := done.exception()) is None:
+            forward(begin(done.result()), future, lambda result: result)
+        elif future.set_running_or_notify_cancel():
+            future.set_exception(error)
+
+    first.add_done_callback(go_on)
+    return future
+
+
+class _Purge:
+    """One purge, in two calls of `go_on`."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.future: Future[dict[str, Certificate]] = Future()
+        self._removal: Removal | None = None
+
+    def is_quick(self, engine: Engine) -> bool:
+        """Whether the bytes are gone, and the rest takes no longer than an add."""
+        is_gone = self._removal is not None and self._removal.journal is engine.journal
+        return is_gone and engine.journal.commits_quickly
+
+    def go_on(self, engine: Engine) -> dict[str, Certificate] | NotYet:
+        self.begun = True
+        removal, self._removal = self._removal, None
+        if removal is not None and removal.journal is engine.journal:  # not of an engine that has failed
+            return certify(engine.tenants, removal)
+        self._removal = remove_bytes(engine.journal, engine.tenants)
+        return NotYet.GO_ON
+
+
+class Purges:
+    """The purges of one shard: one serves all who ask before it begins, as it rewrites the whole store."""
+
+    def __init__(self, work: EngineWork, check: Callable[[str], None]) -> None:
+        """`check` raises if a tenant is not served here."""
+        self._ask = work.ask
+        self._check = check
+        self._last = _Purge()
+        self._last.begun = True
+
+    def purge(self) -> Future[dict[str, Certificate]]:
+        """Certificates by tenant key."""
+        if self._last.begun:
+            purge = self._last = _Purge()
+            asked = self._ask(purge.go_on, wait=True, is_quick=purge.is_quick, reads=True, reads_journal=True)
+            forward(asked, purge.future, lambda certificates: certificates)
+        # a future for each caller, who may cancel it
+        own: Future[dict[str, Certificate]] = Future()
+        forward(self._last.future, own, lambda certificates: certificates)
+        return own
+
+    def certify(self, tenant: str) -> Future[Certificate | None]:
+        """The certificate of an erased tenant, after a purge if needed. None: no such erasure is known.
+
+        NotCertified: its last bytes are still at the shard that it came from.
+        """
+
+        def look(engine: Engine) -> tuple[Certificate | None] | None:
+            self._check(tenant)
+            if _awaits_purge(engine, tenant):
+                return None
+            return (_certificate(engine, tenant),)
+
+        def go_on(found: tuple[Certificate | None] | None) -> Future[Certificate | None]:
+            if found is None:  # once more after the purge, as the tenant may be erased again meanwhile
+                return after(self.purge(), lambda _: self.certify(tenant))
+            known: Future[Certificate | None] = Future()
+            known.set_result(found[0])
+            return known
+
+        asked: Future[tuple[Certificate | None] | None] = self._ask(look, is_quick=lambda _: True)
+        return after(asked, go_on)
+
+
+def _certificate(engine: Engine, tenant: str) -> Certificate | None:
+    """The certificate of an erased tenant. None: no such erasure is known, or it awaits its purge."""
+    key = engine.journal.info.tenant_key(tenant)
+    tombstone = engine.tenants.erased.get(key)
+    return None if tombstone is None or not tombstone["purged"] else certificate_of(key, tombstone)
+
+
+def _awaits_purge(engine: Engine, tenant: str) -> bool:
+    """Whether an erased tenant's bytes are still there, also where its name was used again since.
+
+    NotCertified: its last bytes are still at the shard that it came from.
+    """
+    key = engine.journal.info.tenant_key(tenant)
+    tombstone = engine.tenants.erased.get(key)
+    if tombstone is None or tombstone["purged"]:
+        return False
+    if key in engine.tenants.arrived:
+        raise NotCertified
+    return True
