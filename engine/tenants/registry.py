@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 
 import numpy as np
@@ -24,6 +25,10 @@ from undertow.kernels.arena.arena import Arena
 # What helps against a full arena besides more memory: for a batch, and for one tenant alone.
 FEWER = "lower UNDERTOW_BATCH_TURNS, so that fewer tenants are needed at a time"
 LATER = "ask again once the turns of other tenants are decided"
+
+
+# Tenants by name, with their turns and their other rows, oldest first.
+Fetched = Sequence[tuple[str, StoredTurns, Sequence[Row]]]
 
 
 class ArenaFull(UndertowError):
@@ -123,13 +128,29 @@ class TenantRegistry(TenantCatalog):
         tenant.incarnation = self.incarnation_of(key)
         return tenant
 
+    def fetch(self, name: str) -> Fetched:
+        """What the journal has of a tenant, for `load`. Others may append: see Journal.beside_appends."""
+        return self._fetch({self._journal.info.tenant_key(name): name})
+
+    def load(self, fetched: Fetched) -> None:
+        """Load a tenant from what `fetch` gave, if nothing of the tenant was changed since. ArenaFull."""
+        names = [name for name, _, _ in fetched if name not in self._loaded]
+        with self._loading(names) as loaded:
+            self._build([one for one in fetched if one[0] in names], loaded)
+
     def _load(self, names: Sequence[str]) -> None:
         by_key = {self._journal.info.tenant_key(n): n for n in names}
-        loaded: dict[str, Tenant] = {}
-        try:
+        with self._loading(names) as loaded:
             # in groups, to hold few tenants' rows beside their live state
             for keys in key_groups(list(by_key)):
-                self._replay({key: by_key[key] for key in keys or ()}, loaded)
+                self._build(self._fetch({key: by_key[key] for key in keys or ()}), loaded)
+
+    @contextmanager
+    def _loading(self, names: Sequence[str]) -> Iterator[dict[str, Tenant]]:
+        """Around the loading of tenants: all of them, by name, or none. ArenaFull."""
+        loaded: dict[str, Tenant] = {}
+        try:
+            yield loaded
         except BaseException as error:
             for tenant in loaded.values():
                 tenant.release()
@@ -141,8 +162,8 @@ class TenantRegistry(TenantCatalog):
             raise self._full(what, error, cure) from error
         self._loaded |= loaded
 
-    def _replay(self, names: Mapping[str, str], loaded: dict[str, Tenant]) -> None:
-        """Rebuild tenants, given by key, and add them to `loaded` by name."""
+    def _fetch(self, names: Mapping[str, str]) -> Fetched:
+        """The rows of tenants, given by key."""
         turns: list[pa.RecordBatch] = []
         rows: dict[str, list[Row]] = {key: [] for key in names}
         for batch in self._journal.batches(tenant_keys=list(names)):
@@ -152,9 +173,14 @@ class TenantRegistry(TenantCatalog):
                 if row.kind != "tombstone" and not self.is_erased(row):
                     rows[row.tenant_key].append(row)
         table = self.not_erased(pa.Table.from_batches(turns, SCHEMA), self.erased.keys() & names)
-        del turns
-        for key, of_tenant in zip(
-            names, StoredTurns.by_tenant(table, list(names), self._arena.dim), strict=True
-        ):
-            loaded[names[key]] = tenant = self._new(names[key])
-            replay(tenant, of_tenant, sorted(rows[key], key=attrgetter("lsn")), self._arena)
+        of_tenants = StoredTurns.by_tenant(table, list(names), self._arena.dim)
+        return [
+            (name, stored, sorted(rows[key], key=attrgetter("lsn")))
+            for (key, name), stored in zip(names.items(), of_tenants, strict=True)
+        ]
+
+    def _build(self, fetched: Fetched, loaded: dict[str, Tenant]) -> None:
+        """Rebuild tenants, and add them to `loaded` by name."""
+        for name, turns, rows in fetched:
+            loaded[name] = tenant = self._new(name)
+            replay(tenant, turns, rows, self._arena)

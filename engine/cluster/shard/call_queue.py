@@ -73,6 +73,8 @@ class TurnCall(ABC):
         self.map_version = map_version
         # no other call is in the shard until this one is over
         self.alone = False
+        # whether it has waited for its tenants to be loaded
+        self.held = False
         self.future: Future[Any] = Future()
         self.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         self._traceparent = current_traceparent()

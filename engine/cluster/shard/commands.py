@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from typing import Any
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.trace_context import current_traceparent
-from undertow.engine.cluster.shard.quarantine import reason_of
-from undertow.engine.cluster.shard.supervisor import contained
-from undertow.engine.storage.journal import Journal
-
-log = logging.getLogger(__name__)
-
-# a move that was under way may have begun before the last rows, and one may fail
-MOST_MOVES = 3
+from undertow.engine.tenants.registry import Fetched, TenantRegistry
 
 
 class NotYet(Enum):
@@ -49,7 +40,13 @@ class Command:
     reads: bool = False
     # whether it reads the journal, or purges it, and of memory reads only which tenants there are
     reads_journal: bool = False
-    # of one that reads the journal: the lsn behind what it is to see, and how often that was to move to Lance
+    # whether it needs its tenant in memory
+    loads: bool = False
+    # of one that loads: what was read of its tenant, and by whom; None: that was not tried
+    fetched: tuple[TenantRegistry, Fetched | None] | None = None
+    # whether it reads rows of the journal and changes others, so that the log is to move to Lance before
+    settles: bool = False
+    # the lsn behind what it is to see in Lance, and how often that was to move there
     sees_until: int | None = None
     moves: int = 0
     traceparent: str | None = field(default_factory=current_traceparent)
@@ -57,6 +54,11 @@ class Command:
     def begin(self) -> bool:
         """Whether it is to run, for the first time or again: its caller has not cancelled it before."""
         return self.future.running() or self.future.set_running_or_notify_cancel()
+
+    def forget_fetched(self) -> None:
+        """What was read of its tenant is used at once, or not at all."""
+        if self.fetched is not None:
+            self.fetched = self.fetched[0], None
 
 
 class FairQueue:
@@ -92,37 +94,3 @@ def put_off(commands: deque[Command], is_quick: Callable[[Command], bool], until
     for _ in range(len(commands)):
         command = commands.popleft()
         (commands if is_quick(command) else until).append(command)
-
-
-def read_aside(
-    journal: Journal, command: Command, waiting: FairQueue, obey: Callable[[Command], None]
-) -> Callable[[], object] | None:
-    """What a thread does for a command that reads the journal alone, while others append to it.
-
-    First what is in its log moves to Lance, while the command is `waiting` again. None: it is another
-    command, or nothing may be appended meanwhile; then it says why the rows cannot be moved.
-    """
-    if not (command.reads_journal and journal.commits_quickly):
-        return None
-    if command.sees_until is None:
-        command.sees_until = journal.next_lsn
-    try:
-        with contained():
-            moving = journal.move_until(command.sees_until)
-    except Exception as error:  # noqa: BLE001 - the command meets it again, and tells its caller
-        log.warning("the log cannot be moved to Lance: %s", reason_of(error))
-        return None
-    if moving is None:
-        command.sees_until, command.moves = None, 0  # it may run again
-        journal.reserve()
-        return partial(_read, journal, command, obey)
-    if command.moves == MOST_MOVES:
-        return None
-    command.moves += 1
-    waiting.put_back(command)
-    return partial(wait, [moving])
-
-
-def _read(journal: Journal, command: Command, obey: Callable[[Command], None]) -> None:
-    with journal.beside_appends():
-        obey(command)

@@ -17,10 +17,17 @@ from typing import Any, TypeVar
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.trace_context import use_traceparent
+from undertow.engine.cluster.shard.beside import load, loads_quickly, part_beside
 from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, SessionStart, TurnCall
-from undertow.engine.cluster.shard.commands import Command, FairQueue, NotYet, put_off, read_aside
+from undertow.engine.cluster.shard.commands import Command, FairQueue, NotYet, put_off
 from undertow.engine.cluster.shard.quarantine import reason_of
-from undertow.engine.cluster.shard.quick import is_at_hand, is_quick_add, never, steps_quickly
+from undertow.engine.cluster.shard.quick import (
+    is_at_hand,
+    is_quick_add,
+    may_be_held,
+    never,
+    steps_quickly,
+)
 from undertow.engine.cluster.shard.supervisor import RETRY_S, ShardSupervisor, contained
 from undertow.engine.cluster.shard.turn_calls import TurnCalls
 from undertow.engine.step.admission import QueueFull
@@ -77,6 +84,12 @@ class EngineWork:
         self.commits = False
         # whether a thread reads the journal, and rounds go on beside it
         self.reads_aside = False
+        # the command that it does so for
+        self._beside: Command | None = None
+        # calls that wait, in order, until the tenants that they add to are loaded; whose they are
+        self._held: deque[TurnCall] = deque()
+        self._held_of: set[str] = set()
+        self._loading: set[str] = set()
         self._committed_last = False
         self._commit_error: Exception | None = None
         # of a step on the loop: a thread is to recover from it
@@ -96,13 +109,17 @@ class EngineWork:
         searches: bool = False,
         reads: bool = False,
         reads_journal: bool = False,
+        loads: bool = False,
+        settles: bool = False,
     ) -> Future[T]:
         """Run something with the engine. The others: see Command."""
 
         def act() -> T | NotYet | None:
             return run(self.supervisor.open())
 
-        return self._command(Command(act, Future(), is_quick, wait, tenant, searches, reads, reads_journal))
+        command = Command(act, Future(), is_quick, wait, tenant, searches, reads, reads_journal)
+        command.loads, command.settles = loads, settles
+        return self._command(command)
 
     def ask_without(self, run: Callable[[], T]) -> Future[T]:
         """Run something that does not need the engine."""
@@ -185,13 +202,22 @@ class EngineWork:
             return self._recover_apart
         if (command := self._long.pop()) is None:
             return None
+        if command.loads and self._is_quick(command):  # its tenant was loaded for another one
+            with self._lock:
+                self._commands.appendleft(command)
+            return None
         engine = self.supervisor.engine
-        if engine is not None and (part := read_aside(engine.journal, command, self._long, self._obey)):
-            self.reads_aside = True
+        if engine is not None and (part := part_beside(engine, command, self._long, self._obey)):
+            self.reads_aside, self._beside = True, command
             return part
         at_hand = engine is not None and (not command.tenant or is_at_hand(engine, command.tenant))
         self.unreadable = frozenset([command.tenant]) if command.reads and at_hand else None
-        return partial(self._obey, command)
+        return partial(self._load_and_obey, command)
+
+    def _load_and_obey(self, command: Command) -> None:
+        if self.supervisor.engine is not None:
+            load(self.supervisor.engine, command)
+        self._obey(command)
 
     def _commit(self) -> None:
         engine = self.supervisor.engine
@@ -205,11 +231,24 @@ class EngineWork:
     def end_long_part(self) -> None:
         """What a thread has done is over."""
         self.unreadable, self.reads_aside = None, False
+        self._end_loading()
         if self.commits:
             self.commits, self._committed_last = False, True
             self._end_commit()
         while self._late_errors:
             self._inspect(self._late_errors.pop())
+
+    def _end_loading(self) -> None:
+        """After a tenant's rows were read for a command: it is the next one."""
+        command, self._beside = self._beside, None
+        if command is None or command.fetched is None:
+            return
+        if self.supervisor.engine is not None and loads_quickly(command):
+            load(self.supervisor.engine, command)
+            with self._lock:
+                self._commands.appendleft(command)
+        else:
+            self._long.put_back(command)
 
     def _end_commit(self) -> None:
         error, self._commit_error = self._commit_error, None
@@ -236,7 +275,8 @@ class EngineWork:
         """How long the next round may wait for a command or a call; None: for as long as it takes."""
         if self.reads_aside and self._failed is not None:
             return None
-        if self._busy or self._commands or (self._long and not self.reads_aside):
+        may_go_on = self._commands or (self._held and not self._loading)
+        if self._busy or may_go_on or (self._long and not self.reads_aside):
             return 0.0
         if self.supervisor.has_work or self.calls or self._waits:
             return POLL_S
@@ -260,24 +300,34 @@ class EngineWork:
                 command.future.set_exception(error)
             while (deferred := self._long.pop()) is not None:
                 self._commands.append(deferred)
+            if self._beside is not None and not self._beside.reads_journal:
+                self._commands.append(self._beside)
+            self._take_held()
             while self._commands:
                 late = self._commands.popleft()
                 if isinstance(late, TurnCall) or late.begin():
                     late.future.set_exception(error)
+            self.waiting_turns = 0
 
     def _take(self, quickly: bool) -> bool:
         """Take waiting commands and calls. False: the next one is not quick."""
         if not quickly and (deferred := self._long.pop()) is not None:
             self._busy = True  # for the next one
             self._obey(deferred)
+        if self._held and not (quickly and self._loading):
+            with self._lock:
+                self._take_held()
         until_s = time.monotonic() + REPEATED_S
         while self._commands and not (quickly and time.monotonic() > until_s):
             command = self._commands.popleft()
-            if quickly and not self._is_quick(command):
-                if isinstance(command, TurnCall):  # none overtakes it
+            if isinstance(command, TurnCall) and not self._held_of.isdisjoint(command.tenants):
+                self._put_held(command)
+            elif quickly and not self._is_quick(command):
+                if not isinstance(command, TurnCall):
+                    self._long.append(command)
+                elif not self._hold(command):  # none overtakes it
                     self._commands.appendleft(command)
                     return False
-                self._long.append(command)
             elif isinstance(command, TurnCall):
                 self.calls.append(command)
                 if command.alone:  # its step is next: if the process dies in it, this call is to blame
@@ -287,6 +337,30 @@ class EngineWork:
                 self._obey(command)
         return True
 
+    def _hold(self, call: TurnCall) -> bool:
+        """Have the tenants of a call loaded before it is taken. False: it is none that may wait for that."""
+        engine = self.supervisor.engine
+        if engine is None or call.held or not may_be_held(engine, call):
+            return False
+        call.held = True
+        for tenant in call.tenants:
+            if not is_at_hand(engine, tenant):
+                self._loading.add(tenant)
+                done, at_hand = partial(self._loading.discard, tenant), partial(is_at_hand, tenant=tenant)
+                self._long.append(Command(done, Future(), at_hand, tenant=tenant, loads=True))
+        self._put_held(call)
+        return True
+
+    def _put_held(self, call: TurnCall) -> None:
+        self._held.append(call)
+        self._held_of |= call.tenants
+
+    def _take_held(self) -> None:
+        """With the lock held: those that were held come before all others."""
+        self._commands.extendleft(reversed(self._held))
+        self._held.clear()
+        self._held_of.clear()
+
     def _is_quick(self, command: Command | TurnCall) -> bool:
         engine = self.supervisor.engine
         if engine is None:
@@ -295,6 +369,7 @@ class EngineWork:
 
     def _obey(self, command: Command) -> None:
         """Run one command: for the first time, or again where it was put off."""
+        command.forget_fetched()
         if not command.future.running():
             self._asked_s = time.monotonic()
         if command.begin():
@@ -388,6 +463,7 @@ class EngineWork:
 
     def _take_calls(self) -> None:
         """With the lock held: take the waiting calls; commands stay, in their order."""
+        self._take_held()
         for late in self._commands:
             if isinstance(late, TurnCall):
                 self.calls.append(late)

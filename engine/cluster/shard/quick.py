@@ -9,6 +9,8 @@ from undertow.engine.base.queries import AnswerQuery, ApiCall, ListQuery, Search
 from undertow.engine.cluster.shard.call_queue import TurnCall
 from undertow.engine.step.batch_size import MOST_TURNS
 
+# Tenants that are loaded one by one for a call that adds turns.
+MOST_HELD = 4
 # Longer than this for one text, and the loop cannot wait for the encoder.
 QUICK_TEXT_S = 0.002
 
@@ -46,6 +48,12 @@ def is_quick_call(engine: Engine, call: ApiCall[Any]) -> bool:
 def is_quick_add(engine: Engine, call: TurnCall) -> bool:
     """Of a call whose tenants need not be loaded; brief steps take its turns a few at a time."""
     return len(call) <= MOST_TURNS and all(is_at_hand(engine, tenant) for tenant in call.tenants)
+
+
+def may_be_held(engine: Engine, call: TurnCall) -> bool:
+    """Of a call that `is_quick_add` once its tenants, which are few, are loaded."""
+    few = len(call) <= MOST_TURNS and len(call.tenants) <= MOST_HELD
+    return few and engine.journal.commits_quickly
 
 
 def steps_quickly(engine: Engine) -> bool:

@@ -104,10 +104,10 @@ async def test_a_tenant_that_is_to_be_loaded_does_not_hold_the_loop(
     here = threading.current_thread().name
     async with opened(tmp_path) as memories:
         calls = threads_of(monkeypatch, Engine, "begin_search")
+        reads = threads_of(monkeypatch, Journal, "batches")
         assert (await memories.call(word(3))).turns
-        await asyncio.sleep(0.05)  # the round on the thread ends
         assert (await memories.call(word(4))).turns
-        assert calls[0] != here and calls[1] == here
+        assert calls == [here, here] and reads and here not in reads
 
 
 async def test_what_waits_and_is_slow_runs_on_a_thread_now_and_then_and_the_loop_stores_meanwhile(

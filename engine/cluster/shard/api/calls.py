@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from undertow.engine.api.answer_calls import PendingAnswer
@@ -38,6 +39,7 @@ from undertow.engine.base.queries import (
     TenantCall,
     TenantsQuery,
     TenantStatsQuery,
+    TurnsByKeyQuery,
     UpdateCommand,
 )
 from undertow.engine.base.results import Answer, Certificate, ImportReport, Page, Report, SearchResult
@@ -111,6 +113,7 @@ class ApiCalls:
             tenant=tenant,
             reads=reads,
             reads_journal=reads_journal,
+            loads=isinstance(call, TurnsByKeyQuery),
         )
 
     def _on_tenant(self, engine: Engine, call: ApiCall[R]) -> R:
@@ -169,6 +172,7 @@ class ApiCalls:
             is_quick=lambda engine: is_quick_call(engine, query),
             tenant=query.tenant,
             reads=True,
+            loads=True,
         )
 
     def _events(self, query: EventsQuery) -> Future[dict[str, EventPage]]:
@@ -190,6 +194,7 @@ class ApiCalls:
             is_quick=lambda engine: is_quick_call(engine, query),
             tenant=query.tenant,
             searches=isinstance(query, SearchQuery),
+            loads=True,
         )
         return prepared.promised(asked)
 
@@ -216,9 +221,14 @@ class ApiCalls:
                 asked = begun
             return engine.heard(asked[1])
 
-        return ready.promised(
-            self._ask(answer, wait=True, is_quick=lambda engine: is_quick_call(engine, query))
+        asks = self._ask(
+            answer,
+            wait=True,
+            is_quick=lambda engine: is_quick_call(engine, query),
+            tenant=query.tenant,
+            loads=True,
         )
+        return ready.promised(asks)
 
     def _asked(self, engine: Engine, query: AnswerQuery, stream: AnswerStream | None = None) -> PendingAnswer:
         self._check(query.tenant)
@@ -259,7 +269,8 @@ class ApiCalls:
                 return done
             return self._on_memory(engine, command)
 
-        return self._ask(edit, tenant=command.tenant or "")
+        tenant = command.tenant or ""
+        return self._ask(edit, tenant=tenant, loads=bool(tenant), settles=True)
 
     def _flush(self, command: FlushCommand) -> Future[bool]:
         """Other calls go on meanwhile. A repeat takes a flush at the log's end for its own."""
@@ -282,6 +293,8 @@ class ApiCalls:
             flushed,
             wait=True,
             is_quick=lambda engine: logged or (not command.again and logs_quickly(engine, tenant)),
+            tenant=tenant,
+            loads=True,
         )
 
     def _drain(self, _: DrainCommand) -> Future[bool]:
@@ -296,10 +309,10 @@ class ApiCalls:
         return self._purges.purge()
 
     def _erase(self, command: EraseCommand) -> Future[Certificate | None]:
-        tenant = command.tenant
+        tenant, bury = command.tenant, partial(self._bury, command=command)
         if not command.now:
-            return self._ask(lambda engine: self._bury(engine, command), tenant=tenant)
-        buried: Future[None] = self._ask(lambda engine: self._bury(engine, command), tenant=tenant)
+            return self._ask(bury, tenant=tenant, settles=True)
+        buried: Future[None] = self._ask(bury, tenant=tenant, settles=True)
         return after(buried, lambda _: self._purges.certify(tenant))
 
     def _bury(self, engine: Engine, command: EraseCommand) -> None:

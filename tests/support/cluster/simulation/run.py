@@ -21,7 +21,8 @@ from undertow.engine.base.queries import DrainCommand, PurgeCommand
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.cluster.shard.api import answer_streams, call_queue, commands, drivers, engine_work
+from undertow.engine.cluster.shard import call_queue, commands, drivers, engine_work
+from undertow.engine.cluster.shard.api import answer_streams
 from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.step import batch_size, lag, llm_calls
 from undertow.engine.storage import fenced_log, lance_log, tail, version_cleanup, wal

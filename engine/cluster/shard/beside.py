@@ -1,0 +1,101 @@
+"""What a thread does with the journal while the loop goes on with an engine: reads, purges, loads tenants."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import wait
+from functools import partial
+
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.model import UndertowError
+from undertow.engine.cluster.shard.commands import Command, FairQueue
+from undertow.engine.cluster.shard.quarantine import reason_of
+from undertow.engine.cluster.shard.quick import is_at_hand
+from undertow.engine.cluster.shard.supervisor import contained
+
+log = logging.getLogger(__name__)
+
+# a move that was under way may have begun before the last rows, and one may fail
+MOST_MOVES = 3
+# a tenant with so many turns is built from its rows in some milliseconds
+BUILT_QUICKLY = 2_000
+
+
+def part_beside(
+    engine: Engine, command: Command, waiting: FairQueue, obey: Callable[[Command], None]
+) -> Callable[[], object] | None:
+    """What a thread does for a command while others append to the journal; None: the command runs alone.
+
+    That is the command itself if it reads the journal alone, or the reading of its tenant's rows. But first
+    what is in the log moves to Lance, while the command is `waiting` again; of one that settles no more.
+    """
+    journal = engine.journal
+    act = _read if command.reads_journal else _fetch if _may_fetch(engine, command) else None
+    if (act is None and not command.settles) or not journal.commits_quickly:
+        return None
+    if command.sees_until is None:
+        command.sees_until = journal.next_lsn
+    try:
+        with contained():
+            moving = journal.move_until(command.sees_until)
+    except Exception as error:  # noqa: BLE001 - the command meets it again, and tells its caller
+        log.warning("the log cannot be moved to Lance: %s", reason_of(error))
+        return None
+    if moving is None:
+        command.sees_until, command.moves = None, 0  # it may run again
+        if act is None:
+            return None
+        journal.reserve()
+        return partial(act, engine, command, obey)
+    if command.moves == MOST_MOVES:
+        return None
+    command.moves += 1
+    waiting.put_back(command)
+    return partial(wait, [moving])
+
+
+def _read(engine: Engine, command: Command, obey: Callable[[Command], None]) -> None:
+    with engine.journal.beside_appends():
+        obey(command)
+
+
+def _may_fetch(engine: Engine, command: Command) -> bool:
+    """Whether the command's tenant is to be loaded, and was not read for it before."""
+    if not command.loads or command.fetched is not None or is_at_hand(engine, command.tenant):
+        return False
+    try:
+        engine.tenants.require_here([command.tenant])
+    except UndertowError:  # the command meets it again
+        return False
+    return True
+
+
+def _fetch(engine: Engine, command: Command, _: Callable[[Command], None]) -> None:
+    command.fetched = engine.tenants, None
+    try:
+        with engine.journal.beside_appends(), contained():
+            command.fetched = engine.tenants, engine.tenants.fetch(command.tenant)
+    except Exception as error:  # noqa: BLE001 - the command meets it again, and tells its caller
+        log.warning("tenant %r cannot be read: %s", command.tenant, reason_of(error))
+
+
+def loads_quickly(command: Command) -> bool:
+    """Whether `load` takes some milliseconds at most."""
+    rows = None if command.fetched is None else command.fetched[1]
+    return rows is None or all(len(turns.seqs) <= BUILT_QUICKLY for _, turns, _ in rows)
+
+
+def load(engine: Engine, command: Command) -> None:
+    """Build the command's tenant from what was read for it, if that has not become obsolete."""
+    if command.fetched is None:
+        return
+    tenants, fetched = command.fetched
+    command.forget_fetched()
+    if tenants is not engine.tenants or fetched is None:
+        return
+    try:
+        with contained():
+            tenants.load(fetched)
+    except Exception as error:  # noqa: BLE001 - the command meets it again, and tells its caller
+        log.warning("tenant %r cannot be loaded: %s", command.tenant, reason_of(error))

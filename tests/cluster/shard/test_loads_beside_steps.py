@@ -1,0 +1,199 @@
+"""A shard whose work an event loop does: tenants are read beside it, and built from that on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.queries import ApiCall, FlushCommand, ListQuery
+from undertow.engine.base.results import Receipt
+from undertow.engine.cluster.shard import beside
+from undertow.engine.cluster.shard.engine_work import EngineWork, ShardClosed
+from undertow.engine.storage.journal import JournalError
+from undertow.engine.tenants.registry import ArenaFull, TenantRegistry
+from undertow.serving.async_memories import AsyncMemories
+
+from ...support.cluster.in_process import PARTS, mock_llm, settings
+from ...support.cluster.shard import some
+from ...support.faults.harness import assert_same_state, end_state
+from .test_drivers import SOON_S, engine_of, opened, threads_of, word
+from .test_reads_beside_steps import Held
+
+pytestmark = pytest.mark.anyio
+COLD = ("ann", "dee")
+
+
+@asynccontextmanager
+async def reopened(store: Path, **changes: Any) -> AsyncIterator[AsyncMemories]:
+    """A store in which ann and dee have five decided turns and a flush each, and only bob is in memory."""
+    async with opened(store, theta_count=1_000) as memories:
+        for name in COLD:
+            await memories.add(some(name, *range(5)))
+            await memories.call(FlushCommand(name))
+    async with opened(store, theta_count=1_000, **changes) as memories:
+        await memories.add(some("bob", 0))
+        assert [tenant.name for tenant in engine_of(memories).tenants.loaded()] == ["bob"]
+        yield memories
+
+
+def in_memory(memories: AsyncMemories, name: str) -> bool:
+    return engine_of(memories).tenants.in_memory(name) is not None
+
+
+async def test_others_are_stored_and_searched_while_a_tenant_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with reopened(tmp_path) as memories:
+        here, searches = threading.current_thread().name, threads_of(monkeypatch, Engine, "begin_search")
+        held = Held(monkeypatch, TenantRegistry, "fetch")
+        adds = [asyncio.create_task(memories.add(some("ann", n))) for n in (5, 6)]
+        await held.wait()
+        adds.append(asyncio.create_task(memories.add([*some("ann", 7), *some("dee", 5)])))
+        late: asyncio.Task[Any] = asyncio.create_task(memories.call(word(5)))
+        async with asyncio.timeout(SOON_S):
+            for n in range(2, 6):
+                await memories.add(some("bob", n))
+                assert (await memories.call(word(n, "bob"))).turns
+        assert not (late.done() or any(add.done() for add in adds))
+        held.go.set()
+        receipts = [receipt for add in adds for receipt in await add]
+        assert [(r.tenant, r.seq) for r in receipts] == [("ann", 6), ("ann", 7), ("ann", 8), ("dee", 6)]
+        assert (await late).turns and (await memories.call(word(6))).turns
+        assert set(searches) == {here}
+
+
+@pytest.mark.parametrize("asks", [word(3), ListQuery("ann", limit=9), FlushCommand("ann")], ids=type)
+async def test_a_tenant_is_built_on_the_loop_if_it_is_small(
+    asks: ApiCall[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with reopened(tmp_path) as memories:
+        loads = threads_of(monkeypatch, TenantRegistry, "load")
+        reads = threads_of(monkeypatch, TenantRegistry, "fetch")
+        assert await memories.call(asks)
+        assert loads == [threading.current_thread().name] and not {*loads} & {*reads}
+        monkeypatch.setattr(beside, "BUILT_QUICKLY", 1)
+        assert (await memories.call(word(3, "dee"))).turns
+        assert len(loads) == 2 and loads[1] != loads[0]
+
+
+async def test_a_tenant_that_cannot_be_read_or_built_beside_is_loaded_by_the_call_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with reopened(tmp_path) as memories:
+        with monkeypatch.context() as failing:
+
+            def refuse(registry: TenantRegistry, *_: object) -> None:
+                raise JournalError("the disk is slow to answer")
+
+            failing.setattr(TenantRegistry, "fetch", refuse)
+            assert (await memories.call(word(3))).turns
+
+            def full(registry: TenantRegistry, *_: object) -> None:
+                raise ArenaFull("no room")
+
+            failing.undo()
+            failing.setattr(TenantRegistry, "load", full)
+            (receipt,) = await memories.add(some("dee", 5))
+            assert receipt.seq == 6
+
+
+async def test_calls_that_wait_for_a_tenant_fail_with_the_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with reopened(tmp_path) as memories:
+        held = Held(monkeypatch, TenantRegistry, "fetch")
+        waiting = [
+            asyncio.create_task(memories.call(word(3))),
+            asyncio.create_task(memories.add(some("ann", 5))),
+            asyncio.create_task(memories.add(some("dee", 5))),
+        ]
+        await held.wait()
+        closing = asyncio.create_task(asyncio.to_thread(memories._router._shard.close))  # type: ignore[union-attr]
+        await asyncio.sleep(0.01)
+        held.go.set()
+        await closing
+        async with asyncio.timeout(SOON_S):
+            failed = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(error, ShardClosed) for error in failed)
+
+
+async def test_a_round_that_fails_beside_a_read_leaves_no_caller_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with reopened(tmp_path) as memories:
+        held = Held(monkeypatch, TenantRegistry, "fetch")
+        waiting = [
+            asyncio.create_task(memories.call(word(3))),
+            asyncio.create_task(memories.add(some("ann", 5))),
+        ]
+        await held.wait()
+
+        def fail(*_: object, **__: object) -> bool:
+            raise RuntimeError("unexpected")
+
+        monkeypatch.setattr(EngineWork, "round", fail)
+        waiting.append(asyncio.create_task(memories.add(some("bob", 1))))
+        threading.Timer(0.2, held.go.set).start()  # the shard ends once the read has
+        async with asyncio.timeout(SOON_S):
+            failed = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(error, ShardClosed) for error in failed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_tenants_evicted_again_and_again_store_and_decide_what_an_engine_does(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("ann", "bob", "cy", "dee")
+    turns = [turn for n in range(40) for name in names for turn in some(name, (n + seed) % 7 + 100 * n)]
+    monkeypatch.setattr(beside, "BUILT_QUICKLY", 20)
+    reads = threads_of(monkeypatch, TenantRegistry, "fetch")
+    async with opened(tmp_path / "loop") as memories:
+        round_, rounds = EngineWork.round, 0
+
+        def evicting(work: EngineWork, *, quickly: bool = False) -> bool:
+            nonlocal rounds
+            rounds += 1
+            engine = work.supervisor.engine
+            if engine is not None and not work.reads_aside and rounds % (3 + seed) == 0:
+                for tenant in engine.tenants.loaded():
+                    if engine._residency._may_evict(tenant) and not engine.scheduler.inbox.holds(tenant.name):
+                        engine.tenants.evict(tenant.name)
+            return round_(work, quickly=quickly)
+
+        monkeypatch.setattr(EngineWork, "round", evicting)
+
+        async def send(name: str) -> list[Receipt]:
+            of_tenant = [turn for turn in turns if turn.tenant == name]
+            receipts = []
+            for n, turn in enumerate(of_tenant):
+                receipts += await memories.add([turn])
+                if n % 3 == seed:
+                    assert await memories.call(word(0, name)) is not None
+                if n % 5 == seed:
+                    await memories.call(FlushCommand(name))
+            await memories.call(FlushCommand(name))
+            return receipts
+
+        async with asyncio.timeout(4 * SOON_S):
+            sent = await asyncio.gather(*(send(name) for name in names))
+        for seqs in ([receipt.seq for receipt in receipts] for receipts in sent):
+            assert all(later > one for one, later in pairwise(seq for seq in seqs if seq is not None))
+    assert len(reads) > 5
+    with Engine(
+        tmp_path / "engine", settings(), PARTS.encoder(settings()), llm=mock_llm(settings())
+    ) as engine:
+        for name in names:
+            for n, turn in enumerate(turn for turn in turns if turn.tenant == name):
+                engine.add_batch([turn])
+                if n % 5 == seed:
+                    engine.flush(name)
+            engine.flush(name)
+    assert_same_state(end_state(tmp_path / "loop"), end_state(tmp_path / "engine"))
