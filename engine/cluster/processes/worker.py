@@ -158,7 +158,7 @@ class Worker:
                 self._refuse(number, unsent)
 
     def _refuse(self, number: int, error: BaseException) -> None:
-        from undertow.engine.cluster.shard.engine_work import ShardClosed
+        from undertow.engine.cluster.shard.arrivals import ShardClosed
         from undertow.engine.cluster.shard.supervisor import EngineUnusable
         from undertow.engine.storage.journal import Fenced
 

@@ -88,6 +88,12 @@ class FairQueue:
             self._by_tenant[tenant] = waiting
         return command
 
+    def take(self) -> list[Command]:
+        """All of them; none is left."""
+        waiting = [command for of_tenant in self._by_tenant.values() for command in of_tenant]
+        self._by_tenant.clear()
+        return waiting
+
 
 def put_off(commands: deque[Command], is_quick: Callable[[Command], bool], until: FairQueue) -> None:
     """Move commands that are no longer quick to those for a thread."""

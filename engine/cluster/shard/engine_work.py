@@ -6,7 +6,6 @@ A driver (drivers.py) runs the rounds, on a thread or on an event loop.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,20 +16,14 @@ from typing import Any, TypeVar
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.trace_context import use_traceparent
+from undertow.engine.cluster.shard.arrivals import Arrivals, HeldCalls, ShardClosed
 from undertow.engine.cluster.shard.beside import load, loads_quickly, part_beside
-from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, SessionStart, TurnCall
+from undertow.engine.cluster.shard.call_queue import CallStamp, SessionStart, TurnCall
 from undertow.engine.cluster.shard.commands import Command, FairQueue, NotYet, put_off
 from undertow.engine.cluster.shard.quarantine import reason_of
-from undertow.engine.cluster.shard.quick import (
-    is_at_hand,
-    is_quick_add,
-    may_be_held,
-    never,
-    steps_quickly,
-)
+from undertow.engine.cluster.shard.quick import is_at_hand, is_quick_add, never, steps_quickly
 from undertow.engine.cluster.shard.supervisor import RETRY_S, ShardSupervisor, contained
 from undertow.engine.cluster.shard.turn_calls import TurnCalls
-from undertow.engine.step.admission import QueueFull
 
 log = logging.getLogger(__name__)
 
@@ -44,17 +37,6 @@ SERVING_S = 1.0
 REPEATED_S = 0.002
 
 
-class ShardClosed(UndertowError):
-    """The shard has ended: it was closed, or met an unexpected error."""
-
-    def __init__(self, shard: str) -> None:
-        super().__init__(shard)
-        self.shard = shard
-
-    def __str__(self) -> str:
-        return f"shard {self.shard} was closed. Open it again."
-
-
 class EngineWork:
     """The commands and calls of one engine, carried out one after the other in rounds, and its steps."""
 
@@ -66,13 +48,7 @@ class EngineWork:
         # whether this thread may use the engine now, between two rounds
         self.is_free: Callable[[], bool] = lambda: False
         self._shard = shard
-        self._commands: deque[Command | TurnCall] = deque()
-        # guards the queues, the count of turns and `_closed`
-        self._lock = threading.Lock()
-        self._queue_turns = queue_turns
-        self._queues = CallQueues(queue_turns)
-        self.waiting_turns = 0
-        self._closed = False
+        self.arrived = Arrivals(shard, queue_turns)
         self._waits: deque[Command] = deque()
         self._busy = True
         self._asked_s = 0.0
@@ -86,10 +62,7 @@ class EngineWork:
         self.reads_aside = False
         # the command that it does so for
         self._beside: Command | None = None
-        # calls that wait, in order, until the tenants that they add to are loaded; whose they are
-        self._held: deque[TurnCall] = deque()
-        self._held_of: set[str] = set()
-        self._loading: set[str] = set()
+        self._held = HeldCalls()
         self._committed_last = False
         self._commit_error: Exception | None = None
         # of a step on the loop: a thread is to recover from it
@@ -133,42 +106,19 @@ class EngineWork:
             if not self._waits and self.supervisor.engine is not None:
                 return command.future
         else:
-            with self._lock:
-                self._put(command)
+            self.arrived.put(command)
         self.wake()
         return command.future
 
     def offer(self, call: TurnCall, stamp: CallStamp) -> None:
         """Have turns stored. StaleSession; all other errors are set on the call's future."""
-        with self._lock:
-            self._accept(self._queues.accept(call, stamp, self.waiting_turns))
+        self.arrived.offer(call, stamp)
         self.wake()
 
     def offer_next(self, call: TurnCall) -> None:
         """Have the turns of a caller in this process stored, in the order of these calls. QueueFull."""
-        with self._lock:
-            if self.waiting_turns and self.waiting_turns + len(call) > self._queue_turns:
-                raise QueueFull(f"{self._queue_turns} turns wait to be stored. Try again in a moment.")
-            self._accept([call])
+        self.arrived.offer_next(call)
         self.wake()
-
-    def _accept(self, calls: Sequence[TurnCall]) -> None:
-        """With the lock held."""
-        self.waiting_turns += sum(map(len, calls))
-        for call in calls:
-            self._put(call)
-
-    def trial(self, client: str) -> str | None:
-        """See CallQueues.trial."""
-        with self._lock:
-            return self._queues.trial(client, self.waiting_turns)
-
-    def _put(self, command: Command | TurnCall) -> None:
-        """With the lock held."""
-        if self._closed:
-            command.future.set_exception(ShardClosed(self._shard))
-        else:
-            self._commands.append(command)
 
     # ---- rounds, for the driver
 
@@ -203,8 +153,7 @@ class EngineWork:
         if (command := self._long.pop()) is None:
             return None
         if command.loads and self._is_quick(command):  # its tenant was loaded for another one
-            with self._lock:
-                self._commands.appendleft(command)
+            self.arrived.put_first([command])
             return None
         engine = self.supervisor.engine
         if engine is not None and (part := part_beside(engine, command, self._long, self._obey)):
@@ -245,8 +194,7 @@ class EngineWork:
             return
         if self.supervisor.engine is not None and loads_quickly(command):
             load(self.supervisor.engine, command)
-            with self._lock:
-                self._commands.appendleft(command)
+            self.arrived.put_first([command])
         else:
             self._long.put_back(command)
 
@@ -275,7 +223,7 @@ class EngineWork:
         """How long the next round may wait for a command or a call; None: for as long as it takes."""
         if self.reads_aside and self._failed is not None:
             return None
-        may_go_on = self._commands or (self._held and not self._loading)
+        may_go_on = self.arrived or self._held.may_go_on
         if self._busy or may_go_on or (self._long and not self.reads_aside):
             return 0.0
         if self.supervisor.has_work or self.calls or self._waits:
@@ -293,41 +241,34 @@ class EngineWork:
             self.supervisor.close()
         finally:
             error = ShardClosed(self._shard)
-            with self._lock:
-                self._closed = True
             self._release(self.calls.fail(error))
             for command in self._waits:
                 command.future.set_exception(error)
-            while (deferred := self._long.pop()) is not None:
-                self._commands.append(deferred)
+            left = [*self.arrived.close(), *self._held.take(), *self._long.take()]
             if self._beside is not None and not self._beside.reads_journal:
-                self._commands.append(self._beside)
-            self._take_held()
-            while self._commands:
-                late = self._commands.popleft()
+                left.append(self._beside)
+            for late in left:
                 if isinstance(late, TurnCall) or late.begin():
                     late.future.set_exception(error)
-            self.waiting_turns = 0
 
     def _take(self, quickly: bool) -> bool:
         """Take waiting commands and calls. False: the next one is not quick."""
         if not quickly and (deferred := self._long.pop()) is not None:
             self._busy = True  # for the next one
             self._obey(deferred)
-        if self._held and not (quickly and self._loading):
-            with self._lock:
-                self._take_held()
+        if self._held.may_go_on or not quickly:
+            self.arrived.put_first(self._held.take())
         until_s = time.monotonic() + REPEATED_S
-        while self._commands and not (quickly and time.monotonic() > until_s):
-            command = self._commands.popleft()
-            if isinstance(command, TurnCall) and not self._held_of.isdisjoint(command.tenants):
-                self._put_held(command)
-            elif quickly and not self._is_quick(command):
-                if not isinstance(command, TurnCall):
-                    self._long.append(command)
-                elif not self._hold(command):  # none overtakes it
-                    self._commands.appendleft(command)
+        while self.arrived and not (quickly and time.monotonic() > until_s):
+            command = self.arrived.take()
+            if self._held.keep(command):
+                continue
+            if quickly and not self._is_quick(command):
+                if not (later := self._later(command)):
+                    self.arrived.put_first([command])  # no call overtakes it
                     return False
+                for one in later:
+                    self._long.append(one)
             elif isinstance(command, TurnCall):
                 self.calls.append(command)
                 if command.alone:  # its step is next: if the process dies in it, this call is to blame
@@ -337,29 +278,11 @@ class EngineWork:
                 self._obey(command)
         return True
 
-    def _hold(self, call: TurnCall) -> bool:
-        """Have the tenants of a call loaded before it is taken. False: it is none that may wait for that."""
-        engine = self.supervisor.engine
-        if engine is None or call.held or not may_be_held(engine, call):
-            return False
-        call.held = True
-        for tenant in call.tenants:
-            if not is_at_hand(engine, tenant):
-                self._loading.add(tenant)
-                done, at_hand = partial(self._loading.discard, tenant), partial(is_at_hand, tenant=tenant)
-                self._long.append(Command(done, Future(), at_hand, tenant=tenant, loads=True))
-        self._put_held(call)
-        return True
-
-    def _put_held(self, call: TurnCall) -> None:
-        self._held.append(call)
-        self._held_of |= call.tenants
-
-    def _take_held(self) -> None:
-        """With the lock held: those that were held come before all others."""
-        self._commands.extendleft(reversed(self._held))
-        self._held.clear()
-        self._held_of.clear()
+    def _later(self, command: Command | TurnCall) -> Sequence[Command]:
+        """What a thread is to do before or for it; nothing: a call that is the next one all the same."""
+        if isinstance(command, Command):
+            return [command]
+        return self._held.hold(self.supervisor.engine, command)
 
     def _is_quick(self, command: Command | TurnCall) -> bool:
         engine = self.supervisor.engine
@@ -448,26 +371,17 @@ class EngineWork:
         """So many turns do not wait any more."""
         if turns:
             self._busy = True
-            with self._lock:
-                self.waiting_turns -= turns
+            self.arrived.release(turns)
 
     def _recover(self, error: Exception) -> None:
         """After a failed step: reopen the engine without the turns that made it fail."""
         log.warning("shard %s: a step failed: %s", self._shard, reason_of(error))
         failure = self.supervisor.isolate(error, self.calls.suspects())
         if failure is not None:  # the turns are not to blame: their senders may send them again
-            with self._lock:
-                self._queues.end_all()  # later calls would be out of order
-                self._take_calls()  # and so would those that have come since
+            self.arrived.put_first(self._held.take())
+            for call in self.arrived.end_sessions():
+                self.calls.append(call)
             self._release(self.calls.fail(failure))
-
-    def _take_calls(self) -> None:
-        """With the lock held: take the waiting calls; commands stay, in their order."""
-        self._take_held()
-        for late in self._commands:
-            if isinstance(late, TurnCall):
-                self.calls.append(late)
-        self._commands = deque(late for late in self._commands if not isinstance(late, TurnCall))
 
     def _inspect(self, error: Exception) -> None:
         """After a failed command: if the engine was closed for it, fill its queue again."""
@@ -477,6 +391,4 @@ class EngineWork:
     def begin_session(self, client: str, map_version: int) -> SessionStart:
         """Within a round: begin a client's session, by this map or a newer one. StoreError; Removed."""
         self.supervisor.keep_up(map_version)
-        with self._lock:
-            token = self._queues.begin(client)
-        return SessionStart(token, self.supervisor.resharding.map.version, self._queues.process)
+        return self.arrived.begin_session(client, self.supervisor.resharding.map.version)

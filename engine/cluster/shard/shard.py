@@ -85,7 +85,7 @@ class Shard:
 
     def trial(self, client: str) -> Future[str | None]:
         """See CallQueues.trial."""
-        return self._ask(lambda _: self._work.trial(client))
+        return self._ask(lambda _: self._work.arrived.trial(client))
 
     def add(self, table: pa.Table, stamp: CallStamp) -> Future[pa.Table]:
         """Store turns (wire.TURNS): receipts (wire.RECEIPTS), one a turn, in order.
@@ -169,7 +169,7 @@ class Shard:
     @property
     def waiting_turns(self) -> int:
         """Turns that are not stored yet."""
-        return self._work.waiting_turns
+        return self._work.arrived.turns
 
     def close(self) -> None:
         """Close the engine; calls under way fail. With a loop: on another thread than the loop's."""
@@ -181,7 +181,7 @@ class Shard:
 
     def _status(self) -> dict[str, Any]:
         return {
-            "waiting_turns": self._work.waiting_turns,
+            "waiting_turns": self._work.arrived.turns,
             "uptime_s": round(time.monotonic() - self._began_s, 1),
             **self._supervisor.report(),
         }

@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 
 from undertow.engine.api.engine import Engine
-from undertow.engine.base.queries import ApiCall, FlushCommand, ListQuery
+from undertow.engine.base.queries import ApiCall, EraseCommand, FlushCommand, ListQuery
 from undertow.engine.base.results import Receipt
 from undertow.engine.cluster.shard import beside
-from undertow.engine.cluster.shard.engine_work import EngineWork, ShardClosed
+from undertow.engine.cluster.shard.arrivals import ShardClosed
+from undertow.engine.cluster.shard.engine_work import EngineWork
 from undertow.engine.storage.journal import JournalError
-from undertow.engine.tenants.registry import ArenaFull, TenantRegistry
+from undertow.engine.tenants.registry import ArenaFull, TenantRegistry, UnknownTenant
 from undertow.serving.async_memories import AsyncMemories
 
 from ...support.cluster.in_process import PARTS, mock_llm, settings
 from ...support.cluster.shard import some
+from ...support.engine import bytes_hold, turn_of
 from ...support.faults.harness import assert_same_state, end_state
 from .test_drivers import SOON_S, engine_of, opened, threads_of, word
 from .test_reads_beside_steps import Held
@@ -123,6 +125,23 @@ async def test_calls_that_wait_for_a_tenant_fail_with_the_shard(
         async with asyncio.timeout(SOON_S):
             failed = await asyncio.gather(*waiting, return_exceptions=True)
     assert all(isinstance(error, ShardClosed) for error in failed)
+
+
+async def test_an_erasure_does_not_overtake_a_turn_that_waits_for_its_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with reopened(tmp_path) as memories:
+        held = Held(monkeypatch, TenantRegistry, "fetch")
+        adding = asyncio.create_task(memories.add([turn_of("ann", 6, "a word that goes")]))
+        await held.wait()
+        erasing: asyncio.Task[Any] = asyncio.create_task(memories.call(EraseCommand("ann", now=True)))
+        await asyncio.sleep(0.01)
+        held.go.set()
+        assert (await adding)[0].seq == 6
+        assert (await erasing).turns_removed == 6
+        with pytest.raises(UnknownTenant):
+            await memories.call(word(3))
+    assert not bytes_hold(tmp_path, "a word that goes")
 
 
 async def test_a_round_that_fails_beside_a_read_leaves_no_caller_waiting(

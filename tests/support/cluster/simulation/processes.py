@@ -10,7 +10,7 @@ from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any
 
 from undertow.engine.cluster.routing.errors import ShardExited, ShardGone
-from undertow.engine.cluster.shard.engine_work import ShardClosed
+from undertow.engine.cluster.shard.arrivals import ShardClosed
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard.supervisor import EngineUnusable
 from undertow.engine.cluster.shard_map import Removed

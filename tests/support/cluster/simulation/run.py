@@ -21,7 +21,7 @@ from undertow.engine.base.queries import DrainCommand, PurgeCommand
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.cluster.shard import call_queue, commands, drivers, engine_work
+from undertow.engine.cluster.shard import beside, call_queue, drivers, engine_work
 from undertow.engine.cluster.shard.api import answer_streams
 from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.step import batch_size, lag, llm_calls
@@ -181,7 +181,7 @@ def _simulated(world: World) -> Iterator[None]:
             patch.setattr(module, "threading", threads)
         for module in (drivers, tail):
             patch.setattr(module, "ThreadPoolExecutor", threads.ThreadPoolExecutor)
-        patch.setattr(commands, "wait", threads.settle)
+        patch.setattr(beside, "wait", threads.settle)
         patch.setattr(llm_calls, "SimpleQueue", threads.SimpleQueue)
         patch.setattr(engine_work, "POLL_S", POLL_S)
         patch.setattr(os, "fsync", disk.sync)

@@ -1,0 +1,170 @@
+"""What has come to a shard and was not taken up: commands, and calls that add turns."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.model import UndertowError
+from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, SessionStart, TurnCall
+from undertow.engine.cluster.shard.commands import Command
+from undertow.engine.cluster.shard.quick import is_at_hand, may_be_held
+from undertow.engine.step.admission import QueueFull
+
+Arrival = Command | TurnCall
+
+
+class ShardClosed(UndertowError):
+    """The shard has ended: it was closed, or met an unexpected error."""
+
+    def __init__(self, shard: str) -> None:
+        super().__init__(shard)
+        self.shard = shard
+
+    def __str__(self) -> str:
+        return f"shard {self.shard} was closed. Open it again."
+
+
+class Arrivals:
+    """A queue that any thread puts into, and the engine's rounds take from."""
+
+    def __init__(self, shard: str, queue_turns: int) -> None:
+        self._shard = shard
+        self._waiting: deque[Arrival] = deque()
+        # guards all of this, but for taking from the queue's front
+        self._lock = threading.Lock()
+        self._queue_turns = queue_turns
+        self._sessions = CallQueues(queue_turns)
+        self._closed = False
+        # accepted and not stored yet
+        self.turns = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    # ---- from any thread
+
+    def put(self, command: Command) -> None:
+        with self._lock:
+            self._put(command)
+
+    def offer(self, call: TurnCall, stamp: CallStamp) -> None:
+        """Take a call of a session. StaleSession; all other errors are set on the call's future."""
+        with self._lock:
+            self._accept(self._sessions.accept(call, stamp, self.turns))
+
+    def offer_next(self, call: TurnCall) -> None:
+        """Take a call of this process. QueueFull."""
+        with self._lock:
+            if self.turns and self.turns + len(call) > self._queue_turns:
+                raise QueueFull(f"{self._queue_turns} turns wait to be stored. Try again in a moment.")
+            self._accept([call])
+
+    def trial(self, client: str) -> str | None:
+        """See CallQueues.trial."""
+        with self._lock:
+            return self._sessions.trial(client, self.turns)
+
+    def _accept(self, calls: Sequence[TurnCall]) -> None:
+        """With the lock held."""
+        self.turns += sum(map(len, calls))
+        for call in calls:
+            self._put(call)
+
+    def _put(self, arrival: Arrival) -> None:
+        """With the lock held."""
+        if self._closed:
+            arrival.future.set_exception(ShardClosed(self._shard))
+        else:
+            self._waiting.append(arrival)
+
+    # ---- from a round
+
+    def take(self) -> Arrival:
+        """The first one. IndexError."""
+        return self._waiting.popleft()
+
+    def put_first(self, arrivals: Sequence[Arrival]) -> None:
+        """These come next, in their order."""
+        with self._lock:
+            self._waiting.extendleft(reversed(arrivals))
+
+    def release(self, turns: int) -> None:
+        """So many turns do not wait any more."""
+        with self._lock:
+            self.turns -= turns
+
+    def begin_session(self, client: str, map_version: int) -> SessionStart:
+        with self._lock:
+            token = self._sessions.begin(client)
+        return SessionStart(token, map_version, self._sessions.process)
+
+    def end_sessions(self) -> Sequence[TurnCall]:
+        """The calls that wait, as later ones would be out of order; commands stay."""
+        with self._lock:
+            self._sessions.end_all()
+            waiting, self._waiting = self._waiting, deque()
+            self._waiting.extend(one for one in waiting if isinstance(one, Command))
+            return [one for one in waiting if isinstance(one, TurnCall)]
+
+    def close(self) -> Sequence[Arrival]:
+        """What waits; all that comes later fails."""
+        with self._lock:
+            self._closed, self.turns = True, 0
+            waiting, self._waiting = self._waiting, deque()
+            return waiting
+
+
+class HeldCalls:
+    """These calls, in order, with what must not overtake them. Other calls and commands do."""
+
+    def __init__(self) -> None:
+        self._held: deque[Command | TurnCall] = deque()
+        # of the held calls
+        self._tenants: set[str] = set()
+        self._loading: set[str] = set()
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether there are calls, and they wait no more."""
+        return bool(self._held) and not self._loading
+
+    def hold(self, engine: Engine | None, call: TurnCall) -> Sequence[Command]:
+        """Hold a call. Returns the commands that load its tenants; none: it is large, or was held before."""
+        if call.held or engine is None or not may_be_held(engine, call):
+            return []
+        missing = [tenant for tenant in call.tenants if not is_at_hand(engine, tenant)]
+        call.held = True
+        self._held.append(call)
+        self._tenants |= call.tenants
+        self._loading.update(missing)
+        return [
+            Command(
+                partial(self._loading.discard, tenant),
+                Future(),
+                partial(is_at_hand, tenant=tenant),
+                tenant=tenant,
+                loads=True,
+            )
+            for tenant in missing
+        ]
+
+    def keep(self, command: Command | TurnCall) -> bool:
+        """Hold what adds to a held call's tenant too, or edits or erases it. False: it is none of these."""
+        if isinstance(command, Command):
+            follows = command.settles and command.tenant in self._tenants
+        elif follows := not self._tenants.isdisjoint(command.tenants):
+            self._tenants |= command.tenants
+        if follows:
+            self._held.append(command)
+        return follows
+
+    def take(self) -> Sequence[Command | TurnCall]:
+        """All that is held, in order; nothing is held any more."""
+        held, self._held = self._held, deque()
+        self._tenants.clear()
+        return held
