@@ -208,6 +208,8 @@ class AnswerCalls(SearchCalls):
 
         Drops that of tenants that have gone, that change their policy, or that the arena has no room for.
         """
+        if self.journal.is_read_beside:  # an evicted tenant would be read
+            return
         for (name, incarnation), feedback in self._feedback.take(most).items():
             with suppress(UnknownTenant, Moved, InTransit, ArenaFull):
                 self.tenants.require_incarnation(name, incarnation)

@@ -244,7 +244,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
         back. ArenaFull: nobody is; EncoderDown: waiting would not help. Then the queue's turns are dropped.
         """
         self._check_sound()
-        self._residency.load(self.scheduler.decisions.retries())
+        self._residency.load(() if self.journal.is_read_beside else self.scheduler.decisions.retries())
         self.begin_step(wait_s, storing=storing, brief=brief)
         self.commit_step()
         return self.end_step()

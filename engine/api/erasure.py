@@ -111,11 +111,11 @@ def remove_bytes(journal: Journal, tenants: TenantRegistry) -> Removal:
 
 
 def certify(tenants: TenantRegistry, removal: Removal) -> dict[str, Certificate]:
-    """The rest of `purge`: certificates by tenant key; none for a tenant that was erased again since."""
+    """The rest of `purge`: certificates by tenant key; none if a tombstone was replaced since."""
     forget_words()
     done = {"purged": True, "alone": removal.alone, "purged_at": _now()}
     due = removal.tombstones.items()
-    purged = {key: {**stone, **done} for key, stone in due if tenants.erased[key] is stone}
+    purged = {key: {**stone, **done} for key, stone in due if tenants.erased.get(key) is stone}
     rows = [Row("tombstone", "", key, -1, orjson.dumps(stone)) for key, stone in purged.items()]
     removal.journal.append(rows)
     tenants.erased.update(purged)

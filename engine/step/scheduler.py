@@ -208,7 +208,8 @@ class Scheduler(BetweenSteps):
         with self._trace.span("commit", rows=row_count(self._rows)):
             rows, self._rows = self._rows, []
             self._journal.append(rows)
-            self._redaction.delete_obsolete_rows()
+            if not self._journal.is_read_beside:
+                self._redaction.delete_obsolete_rows()
 
     def _admit(self, brief: bool) -> tuple[Batch, Admitted] | None:
         """Store a batch of the inbox, if there is one and the arena has room for it; a small one if `brief`.

@@ -267,6 +267,15 @@ class Journal(JournalReads):
         """
         return None if self._tail is None else self._tail.move_until(lsn)
 
+    def log_holds(self, tenant: str) -> bool:
+        """Whether rows of the tenant are in the log, and not in Lance."""
+        return self._tail is not None and self._tail.holds(self.info.tenant_key(tenant))
+
+    @property
+    def is_read_beside(self) -> bool:
+        """Whether another thread reads Lance beside appends, or is about to; or this one, within that."""
+        return self._reserved or self._reader is not None
+
     def reserve(self) -> None:
         """Have nothing moved to Lance until another thread has read it, within `beside_appends`."""
         self._reserved = True

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from undertow.engine.storage.fenced_log import Fenced
 from undertow.engine.storage.journal_rows import numbered
@@ -71,6 +72,13 @@ class Tail:
                 return None
             self._flush_aside()
         return self._flush
+
+    def holds(self, tenant_key: str) -> bool:
+        """Whether rows of the tenant wait to be moved."""
+        return any(
+            pc.any(pc.equal(batch["tenant_key"], tenant_key)).as_py()
+            for _, batch, _ in (*self._moving, *self._waiting)
+        )
 
     def _flush_aside(self) -> None:
         self._begin_flush()

@@ -133,7 +133,7 @@ class TenantRegistry(TenantCatalog):
         return self._fetch({self._journal.info.tenant_key(name): name})
 
     def load(self, fetched: Fetched) -> None:
-        """Load a tenant from what `fetch` gave, if nothing of the tenant was changed since. ArenaFull."""
+        """Load a tenant from what `fetch` gave, unless it is loaded. Nothing of it has changed. ArenaFull."""
         names = [name for name, _, _ in fetched if name not in self._loaded]
         with self._loading(names) as loaded:
             self._build([one for one in fetched if one[0] in names], loaded)

@@ -39,7 +39,7 @@ class Arrivals:
         self._lock = threading.Lock()
         self._queue_turns = queue_turns
         self._sessions = CallQueues(queue_turns)
-        self._closed = False
+        self.closed = False
         # accepted and not stored yet
         self.turns = 0
 
@@ -77,7 +77,7 @@ class Arrivals:
 
     def _put(self, arrival: Arrival) -> None:
         """With the lock held."""
-        if self._closed:
+        if self.closed:
             arrival.future.set_exception(ShardClosed(self._shard))
         else:
             self._waiting.append(arrival)
@@ -114,7 +114,7 @@ class Arrivals:
     def close(self) -> Sequence[Arrival]:
         """What waits; all that comes later fails."""
         with self._lock:
-            self._closed, self.turns = True, 0
+            self.closed, self.turns = True, 0
             waiting, self._waiting = self._waiting, deque()
             return waiting
 
@@ -123,28 +123,24 @@ class HeldCalls:
     """These calls, in order, with what must not overtake them. Other calls and commands do."""
 
     def __init__(self) -> None:
-        self._held: deque[Command | TurnCall] = deque()
-        # of the held calls
+        self._held: list[Arrival] = []
+        # of what is held
         self._tenants: set[str] = set()
         self._loading: set[str] = set()
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether there are calls, and they wait no more."""
-        return bool(self._held) and not self._loading
+        # whether a tenant was loaded since the last `take`
+        self.may_go_on = False
 
     def hold(self, engine: Engine | None, call: TurnCall) -> Sequence[Command]:
-        """Hold a call. Returns the commands that load its tenants; none: it is large, or was held before."""
+        """Hold a call. Returns the commands that load its tenants; none: it cannot be held, or was before."""
         if call.held or engine is None or not may_be_held(engine, call):
             return []
-        missing = [tenant for tenant in call.tenants if not is_at_hand(engine, tenant)]
         call.held = True
-        self._held.append(call)
-        self._tenants |= call.tenants
+        self._hold(call)
+        missing = [tenant for tenant in call.tenants if not is_at_hand(engine, tenant)]
         self._loading.update(missing)
         return [
             Command(
-                partial(self._loading.discard, tenant),
+                partial(self._loaded, tenant),
                 Future(),
                 partial(is_at_hand, tenant=tenant),
                 tenant=tenant,
@@ -153,18 +149,34 @@ class HeldCalls:
             for tenant in missing
         ]
 
-    def keep(self, command: Command | TurnCall) -> bool:
-        """Hold what adds to a held call's tenant too, or edits or erases it. False: it is none of these."""
-        if isinstance(command, Command):
-            follows = command.settles and command.tenant in self._tenants
-        elif follows := not self._tenants.isdisjoint(command.tenants):
-            self._tenants |= command.tenants
-        if follows:
-            self._held.append(command)
-        return follows
+    def _loaded(self, tenant: str) -> None:
+        self._loading.discard(tenant)
+        self.may_go_on = True
 
-    def take(self) -> Sequence[Command | TurnCall]:
-        """All that is held, in order; nothing is held any more."""
-        held, self._held = self._held, deque()
-        self._tenants.clear()
-        return held
+    def keep(self, arrival: Arrival) -> bool:
+        """Hold what adds to a held call's tenant too, or edits or erases it. False: it is none of these."""
+        is_change = isinstance(arrival, TurnCall) or arrival.settles
+        if not is_change or self._tenants.isdisjoint(_tenants_of(arrival)):
+            return False
+        self._hold(arrival)
+        return True
+
+    def _hold(self, arrival: Arrival) -> None:
+        self._held.append(arrival)
+        self._tenants |= _tenants_of(arrival)
+
+    def take(self, *, all_of_them: bool = False) -> Sequence[Arrival]:
+        """What need not wait any more, in order: its tenants are loaded, and nothing before it waits."""
+        held, free = self._held, list[Arrival]()
+        self._held, self._tenants, self.may_go_on = [], set(), False
+        for arrival in held:
+            tenants = _tenants_of(arrival)
+            if all_of_them or (tenants.isdisjoint(self._loading) and tenants.isdisjoint(self._tenants)):
+                free.append(arrival)
+            else:
+                self._hold(arrival)
+        return free
+
+
+def _tenants_of(arrival: Arrival) -> frozenset[str]:
+    return arrival.tenants if isinstance(arrival, TurnCall) else frozenset([arrival.tenant])

@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 # a move that was under way may have begun before the last rows, and one may fail
 MOST_MOVES = 3
-# a tenant with so many turns is built from its rows in some milliseconds
-BUILT_QUICKLY = 2_000
+# a tenant of so many rows is built in some milliseconds
+BUILT_QUICKLY = 4_000
 
 
 def part_beside(
@@ -39,6 +39,9 @@ def part_beside(
     try:
         with contained():
             moving = journal.move_until(command.sees_until)
+            if moving is None and act is _fetch and journal.log_holds(command.tenant):
+                command.sees_until = journal.next_lsn  # it was in memory since, and evicted
+                moving = journal.move_until(command.sees_until)
     except Exception as error:  # noqa: BLE001 - the command meets it again, and tells its caller
         log.warning("the log cannot be moved to Lance: %s", reason_of(error))
         return None
@@ -82,16 +85,16 @@ def _fetch(engine: Engine, command: Command, _: Callable[[Command], None]) -> No
 
 def loads_quickly(command: Command) -> bool:
     """Whether `load` takes some milliseconds at most."""
-    rows = None if command.fetched is None else command.fetched[1]
-    return rows is None or all(len(turns.seqs) <= BUILT_QUICKLY for _, turns, _ in rows)
+    fetched = None if command.fetched is None else command.fetched[1]
+    return fetched is None or sum(len(turns.seqs) + len(rows) for _, turns, rows in fetched) <= BUILT_QUICKLY
 
 
 def load(engine: Engine, command: Command) -> None:
-    """Build the command's tenant from what was read for it, if that has not become obsolete."""
+    """Build the command's tenant from what was read for it, unless the engine was opened anew since."""
     if command.fetched is None:
         return
     tenants, fetched = command.fetched
-    command.forget_fetched()
+    command.forget()
     if tenants is not engine.tenants or fetched is None:
         return
     try:

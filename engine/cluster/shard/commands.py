@@ -20,7 +20,7 @@ class NotYet(Enum):
     GO_ON = "go on"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Command:
     """Something to do with the engine. `wait`: repeated until its result is neither None nor NotYet.
 
@@ -55,10 +55,15 @@ class Command:
         """Whether it is to run, for the first time or again: its caller has not cancelled it before."""
         return self.future.running() or self.future.set_running_or_notify_cancel()
 
-    def forget_fetched(self) -> None:
-        """What was read of its tenant is used at once, or not at all."""
+    def forget(self) -> None:
+        """What was read of its tenant is used at once, or not at all, and so is how far the log had moved."""
+        self.sees_until, self.moves = None, 0
         if self.fetched is not None:
             self.fetched = self.fetched[0], None
+
+    @property
+    def fetched_nothing(self) -> bool:
+        return self.fetched is None or self.fetched[1] is None
 
 
 class FairQueue:

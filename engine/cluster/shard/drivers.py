@@ -165,6 +165,8 @@ class LoopDriver:
             self._under_way.add_done_callback(
                 lambda _: self._loop.call_soon_threadsafe(self._go_on, context=self._context)
             )
+            if self._may_go_on:
+                self._schedule(self._work.patience_s, ITERATIONS)
 
     def _on_thread(self, part: Callable[[], object]) -> None:
         with self._ending_at_an_error():

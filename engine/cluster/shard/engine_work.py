@@ -60,8 +60,9 @@ class EngineWork:
         self.commits = False
         # whether a thread reads the journal, and rounds go on beside it
         self.reads_aside = False
-        # the command that it does so for
-        self._beside: Command | None = None
+        # the command that it reads or purges it for, and the one that it reads a tenant for
+        self._reads: Command | None = None
+        self._fetches: Command | None = None
         self._held = HeldCalls()
         self._committed_last = False
         self._commit_error: Exception | None = None
@@ -157,7 +158,9 @@ class EngineWork:
             return None
         engine = self.supervisor.engine
         if engine is not None and (part := part_beside(engine, command, self._long, self._obey)):
-            self.reads_aside, self._beside = True, command
+            self.reads_aside = True
+            if not command.moves:  # else the log is to move first, and it waits again
+                self._reads, self._fetches = (command, None) if command.reads_journal else (None, command)
             return part
         at_hand = engine is not None and (not command.tenant or is_at_hand(engine, command.tenant))
         self.unreadable = frozenset([command.tenant]) if command.reads and at_hand else None
@@ -180,23 +183,27 @@ class EngineWork:
     def end_long_part(self) -> None:
         """What a thread has done is over."""
         self.unreadable, self.reads_aside = None, False
-        self._end_loading()
+        self._end_reading()
         if self.commits:
             self.commits, self._committed_last = False, True
             self._end_commit()
         while self._late_errors:
             self._inspect(self._late_errors.pop())
 
-    def _end_loading(self) -> None:
-        """After a tenant's rows were read for a command: it is the next one."""
-        command, self._beside = self._beside, None
-        if command is None or command.fetched is None:
-            return
-        if self.supervisor.engine is not None and loads_quickly(command):
-            load(self.supervisor.engine, command)
-            self.arrived.put_first([command])
-        else:
-            self._long.put_back(command)
+    def _end_reading(self) -> None:
+        """The command that the journal was read for is the next one: nothing comes between the two."""
+        read, fetches = self._reads, self._fetches
+        self._reads = self._fetches = None
+        if read is not None and read in self._waits and self._is_quick(read):
+            self._waits.remove(read)
+            self._run_command(read)
+        if fetches is not None:
+            if self.supervisor.engine is not None and loads_quickly(fetches):
+                load(self.supervisor.engine, fetches)
+            if fetches.fetched_nothing and self._is_quick(fetches):
+                self.arrived.put_first([fetches])
+            else:
+                self._long.put_back(fetches)
 
     def _end_commit(self) -> None:
         error, self._commit_error = self._commit_error, None
@@ -244,9 +251,9 @@ class EngineWork:
             self._release(self.calls.fail(error))
             for command in self._waits:
                 command.future.set_exception(error)
-            left = [*self.arrived.close(), *self._held.take(), *self._long.take()]
-            if self._beside is not None and not self._beside.reads_journal:
-                left.append(self._beside)
+            left = [*self.arrived.close(), *self._held.take(all_of_them=True), *self._long.take()]
+            if self._fetches is not None:
+                left.append(self._fetches)
             for late in left:
                 if isinstance(late, TurnCall) or late.begin():
                     late.future.set_exception(error)
@@ -257,7 +264,7 @@ class EngineWork:
             self._busy = True  # for the next one
             self._obey(deferred)
         if self._held.may_go_on or not quickly:
-            self.arrived.put_first(self._held.take())
+            self.arrived.put_first(self._held.take(all_of_them=not quickly))
         until_s = time.monotonic() + REPEATED_S
         while self.arrived and not (quickly and time.monotonic() > until_s):
             command = self.arrived.take()
@@ -288,11 +295,16 @@ class EngineWork:
         engine = self.supervisor.engine
         if engine is None:
             return False
-        return is_quick_add(engine, command) if isinstance(command, TurnCall) else command.is_quick(engine)
+        if isinstance(command, TurnCall):
+            return is_quick_add(engine, command)
+        try:
+            return command.is_quick(engine)
+        except Exception:  # noqa: BLE001 - the command meets it again, and tells its caller
+            return False
 
     def _obey(self, command: Command) -> None:
         """Run one command: for the first time, or again where it was put off."""
-        command.forget_fetched()
+        command.forget()
         if not command.future.running():
             self._asked_s = time.monotonic()
         if command.begin():
@@ -316,6 +328,8 @@ class EngineWork:
         if command.wait and (value is None or value is NotYet.GO_ON):
             self._busy = self._busy or value is NotYet.GO_ON
             self._waits.append(command)
+            if self.arrived.closed:  # beside the end of the shard
+                command.future.set_exception(ShardClosed(self._shard))
         else:
             command.future.set_result(value)
 
@@ -378,7 +392,7 @@ class EngineWork:
         log.warning("shard %s: a step failed: %s", self._shard, reason_of(error))
         failure = self.supervisor.isolate(error, self.calls.suspects())
         if failure is not None:  # the turns are not to blame: their senders may send them again
-            self.arrived.put_first(self._held.take())
+            self.arrived.put_first(self._held.take(all_of_them=True))
             for call in self.arrived.end_sessions():
                 self.calls.append(call)
             self._release(self.calls.fail(failure))

@@ -59,4 +59,4 @@ def may_be_held(engine: Engine, call: TurnCall) -> bool:
 def steps_quickly(engine: Engine) -> bool:
     """Of the next step, if it is brief; its commit aside."""
     may_wait = engine.embeds_in_s <= QUICK_TEXT_S and not engine.waits_for_tenants
-    return may_wait and not engine.scheduler.deletes_rows
+    return may_wait and (engine.journal.is_read_beside or not engine.scheduler.deletes_rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import Any
 import pytest
 
 from undertow.engine.api.engine import Engine
-from undertow.engine.base.queries import ApiCall, EraseCommand, FlushCommand, ListQuery
+from undertow.engine.base.queries import ApiCall, EraseCommand, FlushCommand, ListQuery, UpdateCommand
 from undertow.engine.base.results import Receipt
 from undertow.engine.cluster.shard import beside
 from undertow.engine.cluster.shard.arrivals import ShardClosed
+from undertow.engine.cluster.shard.commands import Command, FairQueue
 from undertow.engine.cluster.shard.engine_work import EngineWork
+from undertow.engine.cluster.shard.quick import never
 from undertow.engine.storage.journal import JournalError
 from undertow.engine.tenants.registry import ArenaFull, TenantRegistry, UnknownTenant
 from undertow.serving.async_memories import AsyncMemories
@@ -142,6 +145,77 @@ async def test_an_erasure_does_not_overtake_a_turn_that_waits_for_its_tenant(
         with pytest.raises(UnknownTenant):
             await memories.call(word(3))
     assert not bytes_hold(tmp_path, "a word that goes")
+
+
+async def test_edits_of_a_tenant_that_is_read_run_once_and_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with reopened(tmp_path) as memories:
+        ids = {hit.id for n in range(5) for hit in (await memories.call(word(n, "dee"))).turns}
+        engine_of(memories).tenants.evict("dee")
+        held = Held(monkeypatch, TenantRegistry, "fetch")
+        edits: list[asyncio.Task[Any]] = [
+            asyncio.create_task(memories.call(UpdateCommand(next(iter(ids)), "dee", text="a first text"))),
+            asyncio.create_task(memories.call(EraseCommand("dee"))),
+        ]
+        await held.wait()
+        await memories.add(some("bob", 1))  # the log is to move once more before the edit
+        held.go.set()
+        async with asyncio.timeout(SOON_S):
+            assert [done is None for done in await asyncio.gather(*edits)] == [False, True]
+            with pytest.raises(UnknownTenant):
+                await memories.call(word(3, "dee"))
+
+
+async def test_a_tenant_that_was_evicted_meanwhile_is_read_with_its_last_turns(tmp_path: Path) -> None:
+    """A command whose part of the log has moved to Lance, before the tenant was in memory and out again."""
+    given = settings(theta_count=1_000)
+    with Engine(tmp_path, given, PARTS.encoder(given)) as engine:
+        engine.add_batch(some("ann", *range(5)))
+        engine.flush("ann")
+        engine.tenants.evict("ann")
+        waiting = FairQueue()
+        command = Command(lambda: None, Future(), never, tenant="ann", loads=True, sees_until=0)
+        parts = 0
+        while command.fetched is None:
+            part = beside.part_beside(engine, command, waiting, lambda _: None)
+            assert part is not None
+            part()
+            parts += 1
+        assert parts == 2, "the log has moved once more"
+        beside.load(engine, command)
+        tenant = engine.tenants.in_memory("ann")
+        assert tenant is not None and tenant.next_seq == 6
+
+
+async def test_a_call_does_not_wait_for_the_tenants_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with reopened(tmp_path) as memories:
+        fetch = TenantRegistry.fetch
+        begun, go = threading.Event(), threading.Event()
+
+        def holds_dee(registry: TenantRegistry, name: str) -> Any:
+            if name == "dee":
+                begun.set()
+                assert go.wait(SOON_S)
+            return fetch(registry, name)
+
+        monkeypatch.setattr(TenantRegistry, "fetch", holds_dee)
+        adds = [asyncio.create_task(memories.add(some(name, 5))) for name in COLD]
+        assert await asyncio.to_thread(begun.wait, SOON_S)
+        async with asyncio.timeout(SOON_S):
+            assert (await adds[0])[0].seq == 6
+        assert not adds[1].done()
+        go.set()
+        assert (await adds[1])[0].seq == 6
+
+
+async def test_a_list_with_a_bad_filter_tells_its_caller(tmp_path: Path) -> None:
+    async with reopened(tmp_path) as memories:
+        with pytest.raises(ValueError, match="yesterday"):
+            await memories.call(ListQuery("ann", since="yesterday"))
+        assert (await memories.call(word(3))).turns
 
 
 async def test_a_round_that_fails_beside_a_read_leaves_no_caller_waiting(

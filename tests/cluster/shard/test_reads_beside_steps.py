@@ -13,14 +13,25 @@ from undertow.engine.api import search_calls
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.base.model import InputError
-from undertow.engine.base.queries import EraseCommand, ExplainQuery, ListQuery, PurgeCommand, SearchQuery
+from undertow.engine.base.queries import (
+    DeleteCommand,
+    EraseCommand,
+    ExplainQuery,
+    FlushCommand,
+    ListQuery,
+    MemoriesQuery,
+    PurgeCommand,
+    SearchQuery,
+)
 from undertow.engine.base.results import Report
 from undertow.engine.cluster.shard.api import calls as api_calls
+from undertow.engine.cluster.shard.supervisor import ShardSupervisor
 from undertow.engine.storage import tail
 from undertow.engine.storage.journal import Journal, JournalError
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.tenants.registry import UnknownTenant
 
+from ...support.api.erasure import turns_of_topics
 from ...support.cluster.in_process import PARTS, settings
 from ...support.cluster.shard import some
 from ...support.engine import bytes_hold, turn_of
@@ -104,6 +115,53 @@ async def test_the_loop_stores_decides_and_searches_beside_a_purge(
         assert len((await memories.call(ListQuery("ann"))).items) == 10
         assert len((await memories.call(ListQuery("cy"))).items) == 5
         assert await memories.call(PurgeCommand()) == {}, "the certificate is stored"
+
+
+async def test_rows_that_a_deletion_makes_obsolete_are_removed_after_a_purge_and_do_not_hold_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removals = threads_of(monkeypatch, Journal, "delete_rows")
+    async with opened(tmp_path) as memories:
+        await memories.add(turns_of_topics("ann", 12, "secret"))
+        await memories.call(FlushCommand("ann"))
+        episodes = [m for m in await memories.call(MemoriesQuery("ann")) if m.kind == "episode"]
+        assert episodes
+        first = (await memories.call(ListQuery("ann", limit=20))).items[0]
+        held = Held(monkeypatch, LanceLog, "rewrite_deleted")
+        await memories.call(DeleteCommand(first["id"], "ann"))
+        removals.clear()
+        purge: asyncio.Task[Any] = asyncio.create_task(memories.call(PurgeCommand()))
+        await held.wait()
+        async with asyncio.timeout(SOON_S):
+            flushing = asyncio.create_task(memories.call(FlushCommand("ann")))
+            while engine_of(memories).scheduler.running_count or engine_of(memories).lag.undecided_turns:
+                await memories.add(some("bob", len(removals)))
+                await asyncio.sleep(0.001)
+            await memories.add(some("bob", 99))
+        assert not purge.done()
+        held.go.set()
+        await purge
+        assert await flushing
+        async with asyncio.timeout(SOON_S):
+            while engine_of(memories).scheduler.deletes_rows:
+                await memories.add(some("bob", 100))
+    assert threading.current_thread().name not in removals
+
+
+async def test_a_purge_after_one_that_failed_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as memories:
+        await memories.add(some("ann", 1))
+        with monkeypatch.context() as failing:
+
+            def refuse(_: ShardSupervisor) -> Engine:
+                raise JournalError("no space left on device")
+
+            failing.setattr(ShardSupervisor, "open", refuse)
+            with pytest.raises(JournalError, match="no space"):
+                await memories.call(PurgeCommand())
+        assert await memories.call(PurgeCommand()) == {}
 
 
 async def test_searches_do_not_wait_for_a_purge_where_a_commit_waits_for_the_disk(
