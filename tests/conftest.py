@@ -48,8 +48,15 @@ LONGEST_FILES = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: the short ones fill what is left of each worker's time."""
+    """Mark rare cases. The longest files first: the short ones fill what is left of each worker's time."""
+    for item in items:
+        values = getattr(getattr(item, "callspec", None), "params", {})
+        for mark in item.iter_markers("rarely"):
+            if not mark.kwargs or any(values.get(name) in cases for name, cases in mark.kwargs.items()):
+                item.add_marker("rare")
+                item.add_marker("soak")
 
     def place(item: pytest.Item) -> tuple[bool, int]:
         starts_slowly = any(name in getattr(item, "fixturenames", ()) for name in SLOW_TO_START)

@@ -94,7 +94,7 @@ class InProcess(MemoryApi):
                 time.sleep(ROOM_S)
 
     def begin(self, call: ApiCall[R]) -> Future[R]:
-        """Begin a call. If it is cancelled before the shard has begun it, it is skipped, unless it is a purge."""
+        """Begin a call. Cancelled before the shard has begun it, it is skipped, unless it is a purge."""
         asked = self._begin("ask", call)
         if not isinstance(call, MemoryCall | StoreCall):
             return asked

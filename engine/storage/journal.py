@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -68,14 +67,6 @@ class Journal(JournalReads):
     _commits = 0
     # Whether the last flush has failed, so that its rows may be in Lance all the same.
     _unsure = False
-    # The thread that reads within `beside_appends`.
-    _reader: int | None = None
-    _reserved = False
-
-    @cached_property
-    def _one_user(self) -> threading.Lock:
-        """Held by who reads beside appends, and by `settle`."""
-        return threading.Lock()
 
     @cached_property
     def _cleaner(self) -> VersionCleaner:
@@ -270,25 +261,6 @@ class Journal(JournalReads):
     def log_holds(self, tenant: str) -> bool:
         """Whether rows of the tenant are in the log, and not in Lance."""
         return self._tail is not None and self._tail.holds(self.info.tenant_key(tenant))
-
-    @property
-    def is_read_beside(self) -> bool:
-        """Whether another thread reads Lance beside appends, or is about to; or this one, within that."""
-        return self._reserved or self._reader is not None
-
-    def reserve(self) -> None:
-        """Have nothing moved to Lance until another thread has read it, within `beside_appends`."""
-        self._reserved = True
-
-    @contextmanager
-    def beside_appends(self) -> Iterator[None]:
-        """Around reads or a purge on one thread, while another one appends. They see what is in Lance."""
-        with self._one_user:
-            self._reader = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._reader, self._reserved = None, False
 
     def _move(self, batches: Sequence[pa.RecordBatch]) -> None:
         """Append batches to Lance, unless they landed there when an earlier attempt seemed to fail."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain
 
 import pyarrow as pa
@@ -23,6 +25,15 @@ from undertow.engine.storage.lance_log import LANCE_ERRORS
 
 class JournalReads(FencedLog):
     """The reading part of Journal."""
+
+    # The thread that reads within `beside_appends`.
+    _reader: int | None = None
+    _reserved = False
+
+    @cached_property
+    def _one_user(self) -> threading.Lock:
+        """Held by who reads beside appends, and by `settle`."""
+        return threading.Lock()
 
     def settle(self) -> None:
         """Move the rows of the write-ahead log to Lance; a reader has nothing to move. JournalError."""
@@ -110,6 +121,27 @@ class JournalReads(FencedLog):
                 f"cannot read {self._where}: {error}. If another writer has purged it meanwhile, open the "
                 "store again; else check the disk."
             ) from error
+
+    # ---- beside appends
+
+    @property
+    def is_read_beside(self) -> bool:
+        """Whether another thread reads Lance beside appends, or is about to; or this one, within that."""
+        return self._reserved or self._reader is not None
+
+    def reserve(self) -> None:
+        """Have nothing moved to Lance until another thread has read it, within `beside_appends`."""
+        self._reserved = True
+
+    @contextmanager
+    def beside_appends(self) -> Iterator[None]:
+        """Around reads or a purge on one thread, while another one appends. They see what is in Lance."""
+        with self._one_user:
+            self._reader = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._reader, self._reserved = None, False
 
     @property
     def next_lsn(self) -> int:

@@ -64,6 +64,7 @@ def many_questions(rng: np.random.Generator, pool: NDArray[np.float16]) -> dict[
     return {name: values[order] for name, values in asked.items()}
 
 
+@pytest.mark.rarely(dim=(96, 200, 768, 1024))
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_width_reads_as_the_cpu_does(dim: int) -> None:
     rng = np.random.default_rng(dim)
@@ -397,6 +398,7 @@ EVERY_MUTANT = [
 ]
 
 
+@pytest.mark.rarely(name=[mutant[0] for n, mutant in enumerate(EVERY_MUTANT) if n % 3])
 @pytest.mark.parametrize(("name", "stages", "coded"), EVERY_MUTANT)
 def test_a_planted_error_is_found(name: str, stages: int, coded: bool, tmp_path: Path) -> None:
     right, wrong = (MUTANTS | RING_MUTANTS | CODE_MUTANTS)[name]

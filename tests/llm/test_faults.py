@@ -39,6 +39,7 @@ from ..support.faults.harness import (
 )
 from ..support.faults.spoilt_llm import POISON, SpoiltReplies, SpoiltServer, served
 from ..support.llm_servers import free_port
+from ..support.soak.rare import COMPARED
 from ..support.soak.runs import report
 
 LOCOMO = Path(__file__).parents[3] / "shared" / "data" / "locomo_dev.json"
@@ -103,6 +104,7 @@ def settled_seqs(store: Path) -> dict[str, list[int]]:
         }
 
 
+@pytest.mark.rarely(policy=COMPARED)
 @pytest.mark.parametrize(
     ("policy", "parts"),
     [
@@ -205,6 +207,7 @@ def replay_healthily(store: Path, given_before: set[str], parked: int, policy: P
 # ---- trouble on the way
 
 
+@pytest.mark.rarely(policy=COMPARED)
 def test_requests_that_fail_change_nothing(
     policy: PolicyName, log: Path, expected: Callable[[PolicyName], State], tmp_path: Path
 ) -> None:
@@ -307,6 +310,7 @@ def test_a_server_that_comes_late_and_one_that_dies(
     assert_same_state(end_state(tmp_path), expected("recmem"))
 
 
+@pytest.mark.rarely(policy=COMPARED)
 def test_a_server_lost_in_the_middle_of_a_job(
     policy: PolicyName, log: Path, expected: Callable[[PolicyName], State], tmp_path: Path
 ) -> None:

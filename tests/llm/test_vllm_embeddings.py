@@ -20,7 +20,7 @@ from undertow.serving.vllm.local_server import SERVER_PYTHON, LocalVLLM
 from ..support.engine import NEVER, opened, settings_of, turns_of
 from .tiny_model import make_tiny_model
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.rarely]
 
 CONTEXT_TOKENS = 1024
 WINDOW_BYTES = 900  # a token of the tiny model is a byte, and its template adds a few

@@ -24,6 +24,7 @@ from ..support.engine import ENCODER, ORACLES, by_birth, settings_of, turn_of
 from ..support.oracles.run import Oracle
 from ..support.policies.streamed import Streamed
 from ..support.policies.variants import VARIANTS
+from ..support.soak.rare import COMPARED
 
 OPTIONS: dict[str, Mapping[str, Any]] = {
     "recmem": {"policy": "recmem"},
@@ -126,6 +127,7 @@ property_test = hypothesis_settings(
 )
 
 
+@pytest.mark.rarely(name=COMPARED)
 @pytest.mark.parametrize("name", OPTIONS)
 @property_test
 @given(
@@ -161,6 +163,7 @@ def resting_on(streamed: Streamed, turn_seq: int) -> set[str]:
     return {m.id for m in current if turn_seq in m.reach}
 
 
+@pytest.mark.rarely(name=COMPARED)
 @pytest.mark.parametrize("name", OPTIONS)
 @property_test
 @given(records=logs(), seed=st.integers(0, 99), place=st.integers(0, 99), fails=st.booleans())

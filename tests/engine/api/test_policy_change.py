@@ -32,6 +32,7 @@ from ...support.faults.harness import (
 from ...support.faults.moving import Snapshots, after_commits
 from ...support.faults.spoilt_llm import served
 from ...support.policies.change import REPLIES, begin, opened, topical
+from ...support.soak.rare import COMPARED
 
 
 def content(memories: Iterable[Memory]) -> list[tuple[object, ...]]:
@@ -239,6 +240,7 @@ def test_consolidated_turns_stay_out_of_search_during_a_change(tmp_path: Path) -
 # ---- crashes and faults
 
 
+@pytest.mark.rarely(before=COMPARED, after=COMPARED)
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 def test_a_change_goes_on_from_wherever_it_was_cut_off(
     before: PolicyName, after: PolicyName, tmp_path: Path
@@ -278,6 +280,7 @@ def url() -> Iterator[str]:
         yield url
 
 
+@pytest.mark.rarely(before=COMPARED, after=COMPARED)
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 def test_a_process_killed_during_a_change(
     before: PolicyName, after: PolicyName, url: str, tmp_path: Path

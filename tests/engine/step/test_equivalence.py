@@ -44,6 +44,7 @@ from ...support.engine import (
 )
 from ...support.oracles import pair_thetas
 from ...support.policies.variants import VARIANTS
+from ...support.soak.rare import COMPARED
 
 LOCOMO = Path(__file__).parents[4] / "shared" / "data" / "locomo_dev.json"
 REPLIES = MockReplies(1, refusal_rate=0.3, empty_rate=0.25, malformed_rate=0.08, malformed_sticky=True)
@@ -108,6 +109,7 @@ def only(run: Run, names: tuple[str, ...]) -> Run:
 # ---- the LoCoMo conversations
 
 
+@pytest.mark.rarely(options=COMPARED)
 def test_the_runs_contain_every_kind_of_decision(expected: Run, options: dict[str, Any]) -> None:
     if options["policy"] != "recmem":
         CHECKS[options["policy"]](expected)
@@ -210,6 +212,7 @@ CHECKS: Mapping[str, Callable[[Run], None]] = {
 }
 
 
+@pytest.mark.rarely(options=COMPARED)
 @pytest.mark.parametrize(
     ("batch_turns", "seed", "names"), [(7, 1, LONG), (None, 2, LONG), (512, None, SHORT), (1, 3, LONG)]
 )
@@ -230,6 +233,7 @@ def test_any_batch_and_interleaving_gives_what_one_by_one_gives(
     assert_same(engine_run(tmp_path, settings, encoder, REPLIES, turns), only(expected, names))
 
 
+@pytest.mark.rarely(options=COMPARED)
 def test_late_and_out_of_order_replies(
     locomo: Turns, encoder: Encoder, expected: Run, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -242,6 +246,7 @@ def test_late_and_out_of_order_replies(
     assert_same(read_back(tmp_path, llm.prompts), only(expected, MIDDLE))
 
 
+@pytest.mark.rarely(options=COMPARED)
 def test_tenants_put_out_of_memory_and_taken_back(
     locomo: Turns,
     encoder: Encoder,

@@ -33,6 +33,7 @@ from ...support.faults.harness import (
     turns_of,
     write_log,
 )
+from ...support.soak.rare import COMPARED
 from ...support.soak.runs import report, soak_round
 
 TENANTS = ("ann", "bob")
@@ -182,6 +183,7 @@ def test_kills_at_the_edges_of_a_commit(
     assert_same_state(end_state(tmp_path), undisturbed[0])
 
 
+@pytest.mark.rarely(policy=COMPARED)
 @pytest.mark.parametrize(
     ("policy", "calls"), [*((name, "fused") for name in get_args(PolicyName)), ("recmem", "paper")]
 )

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from undertow.serving.streams.consumer import Consumer
 from undertow.serving.streams.kafka import KafkaSource
 
@@ -60,6 +62,7 @@ def test_a_topic_is_stored_as_a_file_is_and_its_messages_again_change_nothing(
     assert stored(tmp_path / "s") == expected
 
 
+@pytest.mark.rarely
 def test_kills_at_random_moments_lose_and_double_nothing(brokers: MockKafka, tmp_path: Path) -> None:
     topic, lines = next(TOPICS), stream_of(1_200)
     store = tmp_path / "s"

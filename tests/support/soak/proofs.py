@@ -29,6 +29,7 @@ from typing import Any
 from undertow.bench.machine import ROOT, commit, describe, source_tree
 
 from . import large_store
+from .rare import FILES as RARE_FILES
 
 BUDGET_S = 7_200.0
 
@@ -60,6 +61,10 @@ def of_test(target: str, goal: tuple[str, int], about: str, **env: object) -> Pr
     return Proof(lambda _folder, _n: (sys.executable, *words), goal, about, values)
 
 
+def rare(_folder: Path, n: int) -> Sequence[str]:
+    return (sys.executable, "-m", "tests.support.soak.rare", str(n), *RARE_FILES)
+
+
 SIMULATION = "soak/test_simulation.py"
 OPENAPI = "service/http/test_openapi.py"
 KILLS = "engine/step/test_kill.py"
@@ -83,6 +88,7 @@ PROOFS: dict[str, Proof] = {
     "bulk-kills": of_test(f"{CLUSTER} bulk", ("rounds", 8), "bulk ingests with kills", SOAK_SECONDS=300),
     "resharding-kills": of_test(f"{CLUSTER} resharding", ("reshardings", 50), "with kills", SOAK_SECONDS=300),
     "slow-llm": of_test("soak/test_cluster.py", ("runs", 1), "an LLM that falls behind", SOAK_SECONDS=1_800),
+    "rare": Proof(rare, ("files", len(RARE_FILES)), "cases that make test leaves out"),
     "large-store": Proof(
         *(large_store.command, ("units", 303), "10 M turns"),
         env={"LARGE_TURNS": "10000000", "LARGE_TENANT_TURNS": "1000", "LARGE_PARTS": "100"},

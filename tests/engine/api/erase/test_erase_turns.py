@@ -34,6 +34,7 @@ from ....support.api.erasure import (
 from ....support.engine import DeafLLM, HeldLLM, rows_of, settle
 from ....support.faults.harness import Driver, State, assert_same_state, end_state
 from ....support.faults.spoilt_llm import served
+from ....support.soak.rare import COMPARED
 
 # ---- work under way
 
@@ -132,6 +133,7 @@ def url() -> Iterator[str]:
 BEGUN, DECIDED = ("_commit", 2, True), ("delete_rows", 2, False)
 
 
+@pytest.mark.rarely(policy=COMPARED)
 @pytest.mark.parametrize(
     ("policy", "kill"),
     [
@@ -170,6 +172,7 @@ def test_a_deleted_turn_leaves_no_byte_after_the_purge(
     assert_same_state(end_state(store), of.left)
 
 
+@pytest.mark.rarely(policy=COMPARED)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("policy", get_args(PolicyName))
 def test_turns_that_are_deleted_while_a_reply_is_on_its_way_leave_nothing(

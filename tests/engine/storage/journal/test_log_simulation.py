@@ -186,14 +186,16 @@ def effects_of(world: World) -> list[str]:
     return world.simulation.effects
 
 
+@pytest.mark.rarely(part=(1, 2))
+@pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("durability", ["commit", "fsync"])
 def test_a_crash_at_every_effect_loses_and_doubles_nothing(
-    begin: Callable[..., World], durability: Durability
+    begin: Callable[..., World], durability: Durability, part: int
 ) -> None:
     """With `fsync` the power fails too."""
     effects = effects_of(begin(durability, 0))
     assert len(effects) > 50
-    for at in range(len(effects)):
+    for at in range(part, len(effects), 3):
         world = begin(durability, 0)
         simulation, journal = world.simulation, world.open()
         simulation.effects.clear()
@@ -216,15 +218,17 @@ def test_a_crash_at_every_effect_loses_and_doubles_nothing(
         world.check()
 
 
+@pytest.mark.rarely(part=(1, 2))
+@pytest.mark.parametrize("part", range(3))
 def test_a_writer_that_is_overtaken_at_any_effect_acknowledges_nothing_that_is_lost(
-    begin: Callable[..., World],
+    begin: Callable[..., World], part: int
 ) -> None:
     """While it stands at an effect, all is read, and another one opens the store and stores a row.
 
     At every second effect, and within each commit, the other one also purges.
     """
     effects = effects_of(begin("commit", 0))
-    runs = [(at, purges) for at, name in enumerate(effects) for purges in _variants(at, name)]
+    runs = [(at, purges) for at, name in enumerate(effects) for purges in _variants(at, name)][part::3]
     stopped = 0
     for at, purges in runs:
         world = begin("commit", 0)
