@@ -252,7 +252,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
     def begin_step(self, wait_s: float = 0.0, *, storing: bool = False, brief: bool = False) -> None:
         """As `step`, up to its commit. Until `end_step`, search no tenant in `scheduler.uncommitted`."""
         self._check_sound()
-        self._residency.prepare()
+        self._residency.prepare(may_read=not self.journal.is_read_beside)
         with self._failing():
             self._log_feedback(FEEDBACK_PER_STEP)
             if self.scheduler.admission_paused and self.server_lost:

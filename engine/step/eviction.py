@@ -52,9 +52,14 @@ class ArenaResidency:
         """Whether the tenant waits to be loaded."""
         return name in self._waiting
 
-    def prepare(self) -> None:
-        """Between steps: evict idle tenants while the arena exceeds its bound, and load waiting ones."""
+    def prepare(self, *, may_read: bool = True) -> None:
+        """Between steps: evict idle tenants while the arena exceeds its bound, and load waiting ones.
+
+        Not if the journal may not be read: who is evicted may be needed in the same step.
+        """
         self._tenants.unpin()
+        if not may_read:
+            return
         if not self._has_room:
             self._make_room(lambda: self._has_room)
         self._load_waiting()

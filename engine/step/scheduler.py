@@ -121,7 +121,8 @@ class Scheduler(BetweenSteps):
     @property
     def idle(self) -> bool:
         """Whether a step has nothing to do without new turns, an LLM server, or another budget."""
-        return not (len(self.inbox) or self.decisions.active_count or self.decisions.retry_is_due)
+        waits = self.decisions.active_count or self.decisions.retry_is_due
+        return not (len(self.inbox) or waits or self.deletes_rows)
 
     @property
     def running_count(self) -> int:

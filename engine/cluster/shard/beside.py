@@ -31,6 +31,8 @@ def part_beside(
     what is in the log moves to Lance, while the command is `waiting` again; of one that settles no more.
     """
     journal = engine.journal
+    if not command.fetched_nothing:  # what was read of its tenant would become stale
+        return None
     act = _read if command.reads_journal else _fetch if _may_fetch(engine, command) else None
     if (act is None and not command.settles) or not journal.commits_quickly:
         return None

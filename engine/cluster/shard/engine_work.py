@@ -135,7 +135,11 @@ class EngineWork:
         engine = self.supervisor.engine
         if quickly:
             # tenants that try again may have to be loaded, but that may wait for a reader beside
-            loads = engine is not None and engine.scheduler.decisions.retry_is_due and not self.reads_aside
+            loads = (
+                engine is not None
+                and engine.scheduler.decisions.retry_is_due
+                and not engine.journal.is_read_beside
+            )
             if engine is None or loads or not steps_quickly(engine):
                 return False
             put_off(self._waits, self._is_quick, self._long)
@@ -194,7 +198,7 @@ class EngineWork:
         """The command that the journal was read for is the next one: nothing comes between the two."""
         read, fetches = self._reads, self._fetches
         self._reads = self._fetches = None
-        if read is not None and read in self._waits and self._is_quick(read):
+        if self._failed is None and read is not None and read in self._waits and self._is_quick(read):
             self._waits.remove(read)
             self._run_command(read)
         if fetches is not None:
@@ -249,11 +253,12 @@ class EngineWork:
         finally:
             error = ShardClosed(self._shard)
             self._release(self.calls.fail(error))
-            for command in self._waits:
-                command.future.set_exception(error)
             left = [*self.arrived.close(), *self._held.take(all_of_them=True), *self._long.take()]
             if self._fetches is not None:
                 left.append(self._fetches)
+                self._fetches = None
+            while self._waits:
+                self._waits.popleft().future.set_exception(error)
             for late in left:
                 if isinstance(late, TurnCall) or late.begin():
                     late.future.set_exception(error)
@@ -327,9 +332,10 @@ class EngineWork:
             return
         if command.wait and (value is None or value is NotYet.GO_ON):
             self._busy = self._busy or value is NotYet.GO_ON
-            self._waits.append(command)
             if self.arrived.closed:  # beside the end of the shard
                 command.future.set_exception(ShardClosed(self._shard))
+            else:
+                self._waits.append(command)
         else:
             command.future.set_result(value)
 
