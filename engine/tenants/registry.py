@@ -45,6 +45,8 @@ class TenantRegistry(TenantCatalog):
         self.texts = PayloadFile(journal.location.folder if journal.writable else None)
         self._loaded: dict[str, Tenant] = {}
         self._pinned: frozenset[str] = frozenset()
+        # what was fetched of them is what the journal has
+        self._fetched: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._loaded or super().__contains__(name)
@@ -72,6 +74,7 @@ class TenantRegistry(TenantCatalog):
         The tenants are pinned: `make_room` does not evict them before the next call, or `unpin`.
         """
         self._pinned = frozenset(names)
+        self._fetched.difference_update(names)
         missing = sorted({n for n in names if n not in self._loaded})
         known = self._known_names() if missing else set()
         stored = [n for n in missing if n in known]
@@ -94,6 +97,7 @@ class TenantRegistry(TenantCatalog):
 
     def remove(self, name: str) -> None:
         """As TenantCatalog.remove, and drop its live state."""
+        self._fetched.discard(name)
         if name in self._loaded:
             self.evict(name)
         super().remove(name)
@@ -130,11 +134,13 @@ class TenantRegistry(TenantCatalog):
 
     def fetch(self, name: str) -> Fetched:
         """What the journal has of a tenant, for `load`. Others may append: see Journal.beside_appends."""
+        self._fetched.add(name)
         return self._fetch({self._journal.info.tenant_key(name): name})
 
     def load(self, fetched: Fetched) -> None:
-        """Load a tenant from what `fetch` gave, unless it is loaded. Nothing of it has changed. ArenaFull."""
-        names = [name for name, _, _ in fetched if name not in self._loaded]
+        """Load a tenant from what `fetch` gave, unless it was loaded or removed since. ArenaFull."""
+        names = [name for name, _, _ in fetched if name in self._fetched]
+        self._fetched.difference_update(names)
         with self._loading(names) as loaded:
             self._build([one for one in fetched if one[0] in names], loaded)
 

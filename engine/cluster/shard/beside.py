@@ -31,7 +31,7 @@ def part_beside(
     what is in the log moves to Lance, while the command is `waiting` again; of one that settles no more.
     """
     journal = engine.journal
-    if not command.fetched_nothing:  # what was read of its tenant would become stale
+    if command.fetched:  # what was read of its tenant would become stale
         return None
     act = _read if command.reads_journal else _fetch if _may_fetch(engine, command) else None
     if (act is None and not command.settles) or not journal.commits_quickly:
@@ -77,30 +77,25 @@ def _may_fetch(engine: Engine, command: Command) -> bool:
 
 
 def _fetch(engine: Engine, command: Command, _: Callable[[Command], None]) -> None:
-    command.fetched = engine.tenants, None
+    command.fetched = ()
     try:
         with engine.journal.beside_appends(), contained():
-            command.fetched = engine.tenants, engine.tenants.fetch(command.tenant)
+            command.fetched = engine.tenants.fetch(command.tenant)
     except Exception as error:  # noqa: BLE001 - the command meets it again, and tells its caller
         log.warning("tenant %r cannot be read: %s", command.tenant, reason_of(error))
 
 
 def loads_quickly(command: Command) -> bool:
     """Whether `load` takes some milliseconds at most."""
-    fetched = None if command.fetched is None else command.fetched[1]
-    return fetched is None or sum(len(turns.seqs) + len(rows) for _, turns, rows in fetched) <= BUILT_QUICKLY
+    return sum(len(turns.seqs) + len(rows) for _, turns, rows in command.fetched or ()) <= BUILT_QUICKLY
 
 
 def load(engine: Engine, command: Command) -> None:
-    """Build the command's tenant from what was read for it, unless the engine was opened anew since."""
-    if command.fetched is None:
-        return
-    tenants, fetched = command.fetched
+    """Build the command's tenant from what was read for it, unless that may be out of date."""
+    fetched = command.fetched or ()
     command.forget()
-    if tenants is not engine.tenants or fetched is None:
-        return
     try:
         with contained():
-            tenants.load(fetched)
+            engine.tenants.load(fetched)
     except Exception as error:  # noqa: BLE001 - the command meets it again, and tells its caller
         log.warning("tenant %r cannot be loaded: %s", command.tenant, reason_of(error))

@@ -11,7 +11,7 @@ from typing import Any
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.trace_context import current_traceparent
-from undertow.engine.tenants.registry import Fetched, TenantRegistry
+from undertow.engine.tenants.registry import Fetched
 
 
 class NotYet(Enum):
@@ -42,8 +42,8 @@ class Command:
     reads_journal: bool = False
     # whether it needs its tenant in memory
     loads: bool = False
-    # of one that loads: what was read of its tenant, and by whom; None: that was not tried
-    fetched: tuple[TenantRegistry, Fetched | None] | None = None
+    # of one that loads: what was read of its tenant; None: that was not tried, empty: it is used or failed
+    fetched: Fetched | None = None
     # whether it reads rows of the journal and changes others, so that the log is to move to Lance before
     settles: bool = False
     # the lsn behind what it is to see in Lance, and how often that was to move there
@@ -59,11 +59,7 @@ class Command:
         """What was read of its tenant is used at once, or not at all, and so is how far the log had moved."""
         self.sees_until, self.moves = None, 0
         if self.fetched is not None:
-            self.fetched = self.fetched[0], None
-
-    @property
-    def fetched_nothing(self) -> bool:
-        return self.fetched is None or self.fetched[1] is None
+            self.fetched = ()
 
 
 class FairQueue:

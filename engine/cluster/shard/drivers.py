@@ -115,7 +115,7 @@ class LoopDriver:
     @property
     def _may_go_on(self) -> bool:
         """Whether a round may run: the engine has one owner at a time, or a thread reads its journal."""
-        return self._under_way is None or (self._work.reads_aside and not self._stopping)
+        return self._under_way is None or (self._work.rounds_go_on and not self._stopping)
 
     def _is_free(self) -> bool:
         """Whether this is the loop's thread, and no round is under way."""

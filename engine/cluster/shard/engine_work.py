@@ -59,7 +59,7 @@ class EngineWork:
         self.unreadable: frozenset[str] | None = None
         self.commits = False
         # whether a thread reads the journal, and rounds go on beside it
-        self.reads_aside = False
+        self.rounds_go_on = False
         # the command that it reads or purges it for, and the one that it reads a tenant for
         self._reads: Command | None = None
         self._fetches: Command | None = None
@@ -162,7 +162,7 @@ class EngineWork:
             return None
         engine = self.supervisor.engine
         if engine is not None and (part := part_beside(engine, command, self._long, self._obey)):
-            self.reads_aside = True
+            self.rounds_go_on = True
             if not command.moves:  # else the log is to move first, and it waits again
                 self._reads, self._fetches = (command, None) if command.reads_journal else (None, command)
             return part
@@ -186,7 +186,7 @@ class EngineWork:
 
     def end_long_part(self) -> None:
         """What a thread has done is over."""
-        self.unreadable, self.reads_aside = None, False
+        self.unreadable, self.rounds_go_on = None, False
         self._end_reading()
         if self.commits:
             self.commits, self._committed_last = False, True
@@ -204,7 +204,7 @@ class EngineWork:
         if fetches is not None:
             if self.supervisor.engine is not None and loads_quickly(fetches):
                 load(self.supervisor.engine, fetches)
-            if fetches.fetched_nothing and self._is_quick(fetches):
+            if not fetches.fetched and self._is_quick(fetches):
                 self.arrived.put_first([fetches])
             else:
                 self._long.put_back(fetches)
@@ -232,10 +232,10 @@ class EngineWork:
     @property
     def patience_s(self) -> float | None:
         """How long the next round may wait for a command or a call; None: for as long as it takes."""
-        if self.reads_aside and self._failed is not None:
+        if self.rounds_go_on and self._failed is not None:
             return None
         may_go_on = self.arrived or self._held.may_go_on
-        if self._busy or may_go_on or (self._long and not self.reads_aside):
+        if self._busy or may_go_on or (self._long and not self.rounds_go_on):
             return 0.0
         if self.supervisor.has_work or self.calls or self._waits:
             return POLL_S
@@ -325,7 +325,7 @@ class EngineWork:
                 # the frames of its traceback have the future that has the error, and would live on
                 error = error.with_traceback(None)
             command.future.set_exception(error)
-            if self.unreadable is None and not self.reads_aside:
+            if self.unreadable is None and not self.rounds_go_on:
                 self._inspect(error)
             else:  # the engine is in use on two threads
                 self._late_errors.append(error)
@@ -369,7 +369,7 @@ class EngineWork:
             engine = self.supervisor.open()
             self.calls.feed(engine)
             brief = apart or self._serving
-            if apart and not (self.reads_aside or engine.journal.commits_quickly):
+            if apart and not (self.rounds_go_on or engine.journal.commits_quickly):
                 self.supervisor.begin_step(engine, len(self.calls), brief=brief)
                 if uncommitted := engine.scheduler.uncommitted:
                     self.unreadable, self.commits = uncommitted, True

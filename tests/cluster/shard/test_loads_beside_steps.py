@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
@@ -10,6 +11,7 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,10 +49,6 @@ async def reopened(store: Path, **changes: Any) -> AsyncIterator[AsyncMemories]:
         await memories.add(some("bob", 0))
         assert [tenant.name for tenant in engine_of(memories).tenants.loaded()] == ["bob"]
         yield memories
-
-
-def in_memory(memories: AsyncMemories, name: str) -> bool:
-    return engine_of(memories).tenants.in_memory(name) is not None
 
 
 async def test_others_are_stored_and_searched_while_a_tenant_is_read(
@@ -108,26 +106,6 @@ async def test_a_tenant_that_cannot_be_read_or_built_beside_is_loaded_by_the_cal
             failing.setattr(TenantRegistry, "load", full)
             (receipt,) = await memories.add(some("dee", 5))
             assert receipt.seq == 6
-
-
-async def test_calls_that_wait_for_a_tenant_fail_with_the_shard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with reopened(tmp_path) as memories:
-        held = Held(monkeypatch, TenantRegistry, "fetch")
-        waiting = [
-            asyncio.create_task(memories.call(word(3))),
-            asyncio.create_task(memories.add(some("ann", 5))),
-            asyncio.create_task(memories.add(some("dee", 5))),
-        ]
-        await held.wait()
-        closing = asyncio.create_task(asyncio.to_thread(memories._router._shard.close))  # type: ignore[union-attr]
-        await asyncio.sleep(0.01)
-        held.go.set()
-        await closing
-        async with asyncio.timeout(SOON_S):
-            failed = await asyncio.gather(*waiting, return_exceptions=True)
-    assert all(isinstance(error, ShardClosed) for error in failed)
 
 
 async def test_an_erasure_does_not_overtake_a_turn_that_waits_for_its_tenant(
@@ -188,6 +166,28 @@ async def test_a_tenant_that_was_evicted_meanwhile_is_read_with_its_last_turns(t
         assert tenant is not None and tenant.next_seq == 6
 
 
+async def test_what_was_read_of_a_tenant_is_not_used_once_the_tenant_was_in_memory(tmp_path: Path) -> None:
+    given = settings(theta_count=1_000)
+    with Engine(tmp_path, given, PARTS.encoder(given)) as engine:
+        for changes in (False, True):
+            engine.add_batch(some("ann", *range(5)))
+            engine.flush("ann")
+            engine.tenants.evict("ann")
+            fetched = engine.tenants.fetch("ann")
+            if changes:
+                engine.add_batch(some("ann", 6))
+                engine.flush("ann")
+                engine.tenants.evict("ann")
+            engine.tenants.load(fetched)
+            assert (engine.tenants.in_memory("ann") is None) is changes
+        engine.tenants.load(engine.tenants.fetch("ann"))
+        assert len(engine.tenants.loaded()) == 1
+        fetched = engine.tenants.fetch("ann")
+        engine.erase("ann")
+        engine.tenants.load(fetched)
+        assert not engine.tenants.loaded()
+
+
 async def test_a_call_does_not_wait_for_the_tenants_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,23 +218,24 @@ async def test_a_list_with_a_bad_filter_tells_its_caller(tmp_path: Path) -> None
         assert (await memories.call(word(3))).turns
 
 
-async def test_a_round_that_fails_beside_a_read_leaves_no_caller_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ends", ["closed", "a round fails"])
+async def test_calls_that_wait_for_a_tenant_fail_with_the_shard(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with reopened(tmp_path) as memories:
         held = Held(monkeypatch, TenantRegistry, "fetch")
         waiting = [
             asyncio.create_task(memories.call(word(3))),
             asyncio.create_task(memories.add(some("ann", 5))),
+            asyncio.create_task(memories.add(some("dee", 5))),
         ]
         await held.wait()
-
-        def fail(*_: object, **__: object) -> bool:
-            raise RuntimeError("unexpected")
-
-        monkeypatch.setattr(EngineWork, "round", fail)
-        waiting.append(asyncio.create_task(memories.add(some("bob", 1))))
         threading.Timer(0.2, held.go.set).start()  # the shard ends once the read has
+        if ends == "closed":
+            await asyncio.to_thread(memories._router._shard.close)  # type: ignore[union-attr]
+        else:
+            monkeypatch.setattr(EngineWork, "round", Mock(side_effect=RuntimeError("unexpected")))
+            waiting.append(asyncio.create_task(memories.add(some("bob", 1))))
         async with asyncio.timeout(SOON_S):
             failed = await asyncio.gather(*waiting, return_exceptions=True)
     assert all(isinstance(error, ShardClosed) for error in failed)
@@ -249,13 +250,11 @@ async def test_tenants_evicted_again_and_again_store_and_decide_what_an_engine_d
     monkeypatch.setattr(beside, "BUILT_QUICKLY", 20)
     reads = threads_of(monkeypatch, TenantRegistry, "fetch")
     async with opened(tmp_path / "loop") as memories:
-        round_, rounds = EngineWork.round, 0
+        round_, chance = EngineWork.round, random.Random(seed)
 
         def evicting(work: EngineWork, *, quickly: bool = False) -> bool:
-            nonlocal rounds
-            rounds += 1
             engine = work.supervisor.engine
-            if engine is not None and not work.reads_aside and rounds % (3 + seed) == 0:
+            if engine is not None and not work.rounds_go_on and chance.random() < 0.5:
                 for tenant in engine.tenants.loaded():
                     if engine._residency._may_evict(tenant) and not engine.scheduler.inbox.holds(tenant.name):
                         engine.tenants.evict(tenant.name)
@@ -279,7 +278,7 @@ async def test_tenants_evicted_again_and_again_store_and_decide_what_an_engine_d
             sent = await asyncio.gather(*(send(name) for name in names))
         for seqs in ([receipt.seq for receipt in receipts] for receipts in sent):
             assert all(later > one for one, later in pairwise(seq for seq in seqs if seq is not None))
-    assert len(reads) > 5
+    assert len(reads) > 2
     with Engine(
         tmp_path / "engine", settings(), PARTS.encoder(settings()), llm=mock_llm(settings())
     ) as engine:

@@ -42,6 +42,6 @@ class _Count:
 if __name__ == "__main__":
     count, file = _Count(), FILES[int(sys.argv[1]) % len(FILES)]
     words = ["-q", "-rs", "-m", "rare", "--timeout", "0", "-p", "no:cacheprovider", file]
-    if (ended := pytest.main(words, [count])) == 0:
+    if (ended := pytest.main(words, [count])) == 0 and count.cases:  # all skipped is no proof
         report(files=1, cases=count.cases)
     sys.exit(ended)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 from undertow.engine.api.engine import Engine
@@ -63,18 +64,18 @@ class Purges:
         """`check` raises if a tenant is not served here."""
         self._ask = work.ask
         self._check = check
-        self._last = _Purge()
-        self._last.begun = True
+        self._last: _Purge | None = None
 
     def purge(self) -> Future[dict[str, Certificate]]:
         """Certificates by tenant key."""
-        if self._last.begun or self._last.future.done():
-            purge = self._last = _Purge()
-            asked = self._ask(purge.go_on, wait=True, is_quick=purge.is_quick, reads=True, reads_journal=True)
-            forward(asked, purge.future, lambda certificates: certificates)
+        last = self._last
+        if last is None or last.begun or last.future.done():
+            last = self._last = _Purge()
+            asked = self._ask(last.go_on, wait=True, is_quick=last.is_quick, reads=True, reads_journal=True)
+            forward(asked, last.future, lambda certificates: certificates)
         # a future for each caller, who may cancel it
         own: Future[dict[str, Certificate]] = Future()
-        forward(self._last.future, own, lambda certificates: certificates)
+        forward(last.future, own, lambda certificates: certificates)
         return own
 
     def certify(self, tenant: str) -> Future[Certificate | None]:
@@ -83,12 +84,6 @@ class Purges:
         NotCertified: its last bytes are still at the shard that it came from.
         """
 
-        def look(engine: Engine) -> tuple[Certificate | None] | None:
-            self._check(tenant)
-            if _awaits_purge(engine, tenant):
-                return None
-            return (_certificate(engine, tenant),)
-
         def go_on(found: tuple[Certificate | None] | None) -> Future[Certificate | None]:
             if found is None:  # once more after the purge, as the tenant may be erased again meanwhile
                 return after(self.purge(), lambda _: self.certify(tenant))
@@ -96,26 +91,18 @@ class Purges:
             known.set_result(found[0])
             return known
 
-        asked: Future[tuple[Certificate | None] | None] = self._ask(look, is_quick=lambda _: True)
+        asked: Future[tuple[Certificate | None] | None] = self._ask(
+            partial(self._find, tenant=tenant), is_quick=lambda _: True
+        )
         return after(asked, go_on)
 
-
-def _certificate(engine: Engine, tenant: str) -> Certificate | None:
-    """The certificate of an erased tenant. None: no such erasure is known, or it awaits its purge."""
-    key = engine.journal.info.tenant_key(tenant)
-    tombstone = engine.tenants.erased.get(key)
-    return None if tombstone is None or not tombstone["purged"] else certificate_of(key, tombstone)
-
-
-def _awaits_purge(engine: Engine, tenant: str) -> bool:
-    """Whether an erased tenant's bytes are still there, also where its name was used again since.
-
-    NotCertified: its last bytes are still at the shard that it came from.
-    """
-    key = engine.journal.info.tenant_key(tenant)
-    tombstone = engine.tenants.erased.get(key)
-    if tombstone is None or tombstone["purged"]:
-        return False
-    if key in engine.tenants.arrived:
-        raise NotCertified
-    return True
+    def _find(self, engine: Engine, tenant: str) -> tuple[Certificate | None] | None:
+        """The certificate, in a tuple; None: the tenant awaits its purge."""
+        self._check(tenant)
+        key = engine.journal.info.tenant_key(tenant)
+        tombstone = engine.tenants.erased.get(key)
+        if tombstone is None or tombstone["purged"]:
+            return (None if tombstone is None else certificate_of(key, tombstone),)
+        if key in engine.tenants.arrived:
+            raise NotCertified
+        return None
