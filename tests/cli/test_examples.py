@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from ..support.cli import conversation
 
@@ -45,6 +46,7 @@ def test_multi_tenant_service(tmp_path: Path, server: str) -> None:
     assert "globex is refused: This key lacks the scope read" in out
 
 
+@pytest.mark.rarely
 def test_ray_dataset(tmp_path: Path, server: str) -> None:
     pq.write_table(pa.Table.from_pylist(conversation("ann", 12)), tmp_path / "log.parquet")
     out = ran(tmp_path, server, "ray_dataset.py", tmp_path / "log.parquet")

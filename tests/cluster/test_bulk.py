@@ -237,6 +237,7 @@ RUNS = st.lists(
 )
 
 
+@pytest.mark.rarely
 @given(runs=RUNS, files=st.integers(1, 3))
 def test_runs_cut_off_anywhere_send_each_turn_once(runs: list[tuple[set[str], int, int]], files: int) -> None:
     """Each run with other shards down, stopped after some parts, with parts of another size."""

@@ -72,6 +72,7 @@ def pids_of(cluster: Cluster) -> list[int]:
     return sorted(state["pid"] for state in cluster.status().values() if "pid" in state)
 
 
+@pytest.mark.rarely
 def test_shards_killed_at_random_moments_give_what_one_engine_gives(
     root: Location, server: str, tmp_path: Path
 ) -> None:
@@ -172,6 +173,7 @@ def test_the_shard_of_a_move_that_died_at_its_end_ends_and_is_not_started_again(
         cluster.stop()
 
 
+@pytest.mark.rarely
 def test_a_shard_is_removed_and_comes_back_at_once(root: Location) -> None:
     names = [f"tenant-{n}" for n in range(24)]
     with Cluster.open(root, PLAIN, shards=2, resources=SMALL) as cluster:

@@ -35,6 +35,7 @@ def test_every_value_is_converted_exactly() -> None:
     assert widened_halves().tobytes() == every_half().astype(np.float32).tobytes()
 
 
+@pytest.mark.rarely
 def test_a_cpu_without_the_instruction_finds_the_same_bits() -> None:
     """NUMBA_CPU_NAME=generic is the oldest 64-bit CPU: no F16C, no AVX, no fused multiply-add."""
     done = subprocess.run(

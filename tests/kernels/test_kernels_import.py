@@ -36,6 +36,7 @@ def test_the_folder_at_the_root_is_no_regular_package() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
+@pytest.mark.rarely(how=("PYTHONPATH",))
 @pytest.mark.parametrize("how", ["sys.path", "PYTHONPATH"])
 def test_transformers_imports_with_the_root_first_on_the_path(how: str, tmp_path: Path) -> None:
     # nothing is to be fetched, or written into the user's home

@@ -104,7 +104,7 @@ def settled_seqs(store: Path) -> dict[str, list[int]]:
         }
 
 
-@pytest.mark.rarely(policy=COMPARED)
+@pytest.mark.rarely(policy=(*COMPARED, "nemori"))
 @pytest.mark.parametrize(
     ("policy", "parts"),
     [
@@ -207,7 +207,7 @@ def replay_healthily(store: Path, given_before: set[str], parked: int, policy: P
 # ---- trouble on the way
 
 
-@pytest.mark.rarely(policy=COMPARED)
+@pytest.mark.rarely(policy=(*COMPARED, "nemori"))
 def test_requests_that_fail_change_nothing(
     policy: PolicyName, log: Path, expected: Callable[[PolicyName], State], tmp_path: Path
 ) -> None:
@@ -239,6 +239,7 @@ def hanging() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
 
 
+@pytest.mark.rarely(policy=("eager", "nemori"))
 @pytest.mark.parametrize(
     ("trouble", "policy"),
     [("gone", "recmem"), ("hanging", "eager"), ("gone", "nemori"), ("hanging", "himem")],

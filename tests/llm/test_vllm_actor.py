@@ -189,6 +189,7 @@ def no_servers(ray_address: str) -> Iterator[None]:
     stop_servers()
 
 
+@pytest.mark.rarely
 @pytest.mark.usefixtures("no_servers")
 def test_two_actors_serve_one_engine_and_come_back_elsewhere(stand_in: Path) -> None:
     stand_in_of(stand_in.parent, TALKING)

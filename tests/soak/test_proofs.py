@@ -17,7 +17,6 @@ from ..support.cluster.processes import all_ended
 from ..support.llm_servers import wait_until
 from ..support.soak import large_store
 from ..support.soak.proofs import PROOFS, Proof, added, of_test, path_of, progress, run, saved
-from ..support.soak.rare import FILES
 
 TOY_TEST = "tests/toy/test_toy.py"
 COUNTING = """
@@ -53,13 +52,6 @@ def test_counts_add_up_over_runs_of_one_tree(tmp_path: Path, capsys: pytest.Capt
     assert about == [TOY.source(tmp_path), "make soak PROOF=toy", {"seen": 5}, []] and state["elapsed_s"] > 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and lines[-1].startswith("toy: 6 of 5 seen")
-
-
-def test_every_rare_case_is_of_the_proof() -> None:
-    paths = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
-    marked = {path.relative_to(ROOT).as_posix() for path in paths if "mark.rarely" in path.read_text()}
-    assert marked == {*FILES}
-    assert PROOFS["rare"].command(Path(), 1)[-len(FILES) :] == FILES
 
 
 def test_a_proof_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

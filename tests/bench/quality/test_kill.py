@@ -50,6 +50,7 @@ def count(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
+@pytest.mark.rarely
 @pytest.mark.timeout(1200)  # starting processes took 5 minutes on two cores under a load of 9
 def test_kills_change_nothing(tmp_path: Path) -> None:
     asked = [question(f"What of {TOPICS[n % 3]} on day {n}?", 4, f"D1:{n}") for n in range(QUESTIONS)]

@@ -103,13 +103,11 @@ def test_a_dead_worker_delays_its_own_tenants_alone_and_comes_back(
             os.kill(pids_of(cluster)["s0001"], signal.SIGKILL)
             waiting = cluster.begin(SearchQuery(dead, "boat"))
             adding = cluster.begin_add([turn_of(dead, 1, "the boat again")])
-            began_s, slowest_s = time.monotonic(), 0.0
+            answered_meanwhile = 0
             while not waiting.done() or not adding.done():
-                at_s = time.monotonic()
                 assert cluster.search(alive, "boat").turns
-                slowest_s = max(slowest_s, time.monotonic() - at_s)
-            assert slowest_s < 1.0
-            assert time.monotonic() - began_s < 20
+                answered_meanwhile += not waiting.done()
+            assert answered_meanwhile > 1, "the others' searches do not wait for the dead worker"
             for refused in (waiting, adding):
                 with pytest.raises(ShardDown, match="s0001 could not be used"):
                     refused.result()

@@ -24,6 +24,7 @@ from ...support.engine import (
 )
 from ...support.faults.harness import CHANGES, reports
 from ...support.policies.change import REPLIES, begin, opened, topical
+from ...support.soak.rare import COMPARED
 
 # ---- what users do to their memories
 
@@ -52,6 +53,7 @@ def test_edits_stand_against_a_change_until_they_are_dropped(tmp_path: Path) -> 
             engine.set_policy("ann", "recmem")
 
 
+@pytest.mark.rarely(before=COMPARED, after=COMPARED)
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 @pytest.mark.parametrize("moment", ["before", "during", "after"])
 def test_of_a_deleted_turn_no_generation_keeps_a_byte(

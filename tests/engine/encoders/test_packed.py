@@ -243,7 +243,7 @@ def check_whole_encoder(folder: str, device: str) -> None:
     assert 0.0 < encoder.padding_share(TEXTS) < 0.5
 
 
-@pytest.mark.rarely(kind=("folder",))  # the decoder has its kernels, and more
+@pytest.mark.rarely
 @pytest.mark.parametrize("kind", ["folder", "decoder_folder"])
 def test_the_whole_encoder_interpreted(kind: str, request: pytest.FixtureRequest) -> None:
     triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")

@@ -79,6 +79,7 @@ EXACT: dict[str, tuple[Settings, float, set[str], set[str]]] = {
 }
 
 
+@pytest.mark.rarely(case=list(EXACT)[1::2])
 @pytest.mark.parametrize("case", EXACT)
 def test_what_does_not_depend_on_replies_equals_a_run_of_the_engine(case: str) -> None:
     settings, refusal_rate, calls, prompts = EXACT[case]

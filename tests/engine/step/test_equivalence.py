@@ -212,7 +212,7 @@ CHECKS: Mapping[str, Callable[[Run], None]] = {
 }
 
 
-@pytest.mark.rarely(options=COMPARED)
+@pytest.mark.rarely(options=COMPARED, batch_turns=(1,))
 @pytest.mark.parametrize(
     ("batch_turns", "seed", "names"), [(7, 1, LONG), (None, 2, LONG), (512, None, SHORT), (1, 3, LONG)]
 )
@@ -277,6 +277,7 @@ def figures(engine: Engine, names: tuple[str, ...]) -> Figures:
     return engine.stats(), found, [engine.get_all(name) for name in names]
 
 
+@pytest.mark.rarely(options=COMPARED)
 def test_closing_and_reopening_in_the_middle_changes_nothing(
     locomo: Turns, encoder: Encoder, expected: Run, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -305,6 +306,7 @@ def test_closing_and_reopening_in_the_middle_changes_nothing(
     assert bool(live[0]["episodes"]) == (options["policy"] not in ("eager", "a-mem"))
 
 
+@pytest.mark.rarely(options=COMPARED)
 def test_without_an_llm_at_first_the_end_state_is_the_same(
     locomo: Turns, encoder: Encoder, expected: Run, options: dict[str, Any], tmp_path: Path
 ) -> None:

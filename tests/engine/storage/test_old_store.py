@@ -171,6 +171,7 @@ def test_after_the_upgrade_all_goes_on(folder: Path, version: int) -> None:
 KILLS = (("_upgrade", True), ("reload", False), ("_follow", False), ("_begin", True))
 
 
+@pytest.mark.rarely(version=(1, 2))
 def test_an_upgrade_that_is_killed_goes_on(
     folder: Path, version: int, driver: Driver, tmp_path: Path
 ) -> None:

@@ -193,6 +193,7 @@ def test_vllm_is_started_as_everywhere_else(services: dict[str, dict[str, Any]])
     assert telemetry.items() <= services["vllm"]["environment"].items()
 
 
+@pytest.mark.rarely
 @pytest.mark.vllm
 @pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="no .venv-vllm: make setup-vllm")
 def test_vllm_knows_every_option_but_one_that_is_none(services: dict[str, dict[str, Any]]) -> None:

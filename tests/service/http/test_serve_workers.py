@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import httpx2
@@ -68,9 +67,7 @@ def test_it_serves_loses_a_worker_and_drains(tmp_path: Path) -> None:
         other = next(tenant for tenant, shard in homes.items() if shard != lost)
         psutil.Process(shards[lost]["pid"]).kill()
         is_problem(client.post(at(struck, "/search"), json={"query": "boat"}), 503, "shard")
-        began_s = time.monotonic()
         assert memories(client, other)
-        assert time.monotonic() - began_s < 1.0
         assert client.get("/health/ready").status_code == 200
         wait_until(lambda: client.get("/v1/status").json()[lost]["state"] == "serving")
         assert memories(client, struck) == [f"user: the boat of {struck}\nassistant: noted"]

@@ -128,6 +128,7 @@ def test_without_a_dead_letter_topic_a_bad_message_ends_the_run_before_its_offse
     assert list(brokers.committed(topic, "g").values()) == [5]
 
 
+@pytest.mark.rarely
 def test_brokers_that_hang_are_waited_for_and_missing_ones_are_reported(
     brokers: MockKafka, tmp_path: Path
 ) -> None:
@@ -202,6 +203,7 @@ def test_a_rebalance_loses_doubles_and_reorders_nothing(brokers: MockKafka, shar
         assert shared.said(name) == said(lines, name)
 
 
+@pytest.mark.rarely
 def test_a_full_store_pauses_the_member_which_stays_in_its_group(brokers: MockKafka, shared: Shared) -> None:
     topic, lines = next(TOPICS), stream_of(40)
     brokers.add(topic, lines[:60])

@@ -192,6 +192,7 @@ def test_a_store_that_is_full_is_tried_again_then_reported_and_nothing_is_lost(
         assert shared.said(tenant) == said(lines, tenant)
 
 
+@pytest.mark.rarely
 def test_a_server_that_is_gone_is_waited_for_and_one_that_stays_away_is_reported(
     server: RedisServer, tmp_path: Path
 ) -> None:

@@ -11,24 +11,18 @@ import sys
 
 import pytest
 
+from undertow.bench.machine import ROOT
+
 from .runs import report
 
 # of the policies, those that are there to be compared with
 COMPARED = ("eager", "a-mem", "memory-os")
-FILES = (
-    "tests/cluster/resharding/test_resharding.py",
-    "tests/cluster/test_simulation.py",
-    "tests/engine/api/erase/test_erase_turns.py",
-    "tests/engine/api/test_policy_change.py",
-    "tests/engine/encoders/test_packed.py",
-    "tests/engine/step/test_equivalence.py",
-    "tests/engine/step/test_kill.py",
-    "tests/engine/storage/journal/test_log_simulation.py",
-    "tests/kernels/test_gate_shim.py",
-    "tests/llm/test_faults.py",
-    "tests/llm/test_vllm_embeddings.py",
-    "tests/policies/test_oracles.py",
-    "tests/service/streams/test_kafka.py",
+FILES = tuple(
+    sorted(
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "pytest.mark.rarely" in path.read_text(encoding="utf-8")
+    )
 )
 
 

@@ -35,6 +35,7 @@ from ....support.faults.harness import THETA, WINDOWS, Driver, assert_same_state
 
 
 # the eager policy may delete any fact on the way, and what is gone cannot be updated
+@pytest.mark.rarely(seed=(1, 4))
 @pytest.mark.parametrize("reopened", [False, True])
 @pytest.mark.parametrize(("policy", "seed"), [("recmem", 0), ("recmem", 1), ("nemori", 4), ("himem", 3)])
 def test_updates_between_turns_give_the_same_however_they_are_batched(

@@ -186,7 +186,7 @@ def effects_of(world: World) -> list[str]:
     return world.simulation.effects
 
 
-@pytest.mark.rarely(part=(1, 2))
+@pytest.mark.rarely(part=(1, 2), durability=("commit",))
 @pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("durability", ["commit", "fsync"])
 def test_a_crash_at_every_effect_loses_and_doubles_nothing(
