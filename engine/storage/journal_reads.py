@@ -130,8 +130,12 @@ class JournalReads(FencedLog):
         return self._reserved or self._reader is not None
 
     def reserve(self) -> None:
-        """Have nothing moved to Lance until another thread has read it, within `beside_appends`."""
+        """Have nothing moved to Lance until `release`: another thread reads it, within `beside_appends`."""
         self._reserved = True
+
+    def release(self) -> None:
+        """What it was reserved for is over."""
+        self._reserved = False
 
     @contextmanager
     def beside_appends(self) -> Iterator[None]:
@@ -141,7 +145,7 @@ class JournalReads(FencedLog):
             try:
                 yield
             finally:
-                self._reader, self._reserved = None, False
+                self._reader = None
 
     @property
     def next_lsn(self) -> int:

@@ -45,7 +45,8 @@ class TenantRegistry(TenantCatalog):
         self.texts = PayloadFile(journal.location.folder if journal.writable else None)
         self._loaded: dict[str, Tenant] = {}
         self._pinned: frozenset[str] = frozenset()
-        # what was fetched of them is what the journal has
+        self.evictions = 0
+        # what is fetched of them is what the journal has
         self._fetched: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -93,6 +94,7 @@ class TenantRegistry(TenantCatalog):
 
     def evict(self, name: str) -> None:
         """Drop a tenant's live state. The journal still has it all."""
+        self.evictions += 1
         self._loaded.pop(name).release()
 
     def remove(self, name: str) -> None:
@@ -132,14 +134,17 @@ class TenantRegistry(TenantCatalog):
         tenant.incarnation = self.incarnation_of(key)
         return tenant
 
-    def fetch(self, name: str) -> Fetched:
-        """What the journal has of a tenant, for `load`. Others may append: see Journal.beside_appends."""
+    def expect(self, name: str) -> None:
+        """From now on what is fetched of this tenant is for `load`, as long as it is not loaded otherwise."""
         self._fetched.add(name)
+
+    def fetch(self, name: str) -> Fetched:
+        """What the journal has of a tenant. Others may append: see Journal.beside_appends."""
         return self._fetch({self._journal.info.tenant_key(name): name})
 
     def load(self, fetched: Fetched) -> None:
-        """Load a tenant from what `fetch` gave, unless it was loaded or removed since. ArenaFull."""
-        names = [name for name, _, _ in fetched if name in self._fetched]
+        """Load a tenant from what `fetch` gave, unless it was loaded or removed since `expect`. ArenaFull."""
+        names = [name for name, _, _ in fetched if name in self._fetched and name not in self._loaded]
         self._fetched.difference_update(names)
         with self._loading(names) as loaded:
             self._build([one for one in fetched if one[0] in names], loaded)

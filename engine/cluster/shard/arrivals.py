@@ -166,16 +166,16 @@ class HeldCalls:
         self._tenants |= _tenants_of(arrival)
 
     def take(self, *, all_of_them: bool = False) -> Sequence[Arrival]:
-        """What need not wait any more, in order: its tenants are loaded, and nothing before it waits."""
-        held, free = self._held, list[Arrival]()
+        """What need not wait any more, in order: it shares no tenant with what still waits for one."""
+        held, waiting = self._held, set() if all_of_them else set(self._loading)
         self._held, self._tenants, self.may_go_on = [], set(), False
-        for arrival in held:
-            tenants = _tenants_of(arrival)
-            if all_of_them or (tenants.isdisjoint(self._loading) and tenants.isdisjoint(self._tenants)):
-                free.append(arrival)
-            else:
-                self._hold(arrival)
-        return free
+        joined = [arrival for arrival in held if not waiting.isdisjoint(_tenants_of(arrival))]
+        while not waiting.issuperset(more := set().union(*map(_tenants_of, joined))):
+            waiting |= more
+            joined = [arrival for arrival in held if not waiting.isdisjoint(_tenants_of(arrival))]
+        for arrival in joined:
+            self._hold(arrival)
+        return [arrival for arrival in held if waiting.isdisjoint(_tenants_of(arrival))]
 
 
 def _tenants_of(arrival: Arrival) -> frozenset[str]:

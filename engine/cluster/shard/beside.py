@@ -36,6 +36,8 @@ def part_beside(
     act = _read if command.reads_journal else _fetch if _may_fetch(engine, command) else None
     if (act is None and not command.settles) or not journal.commits_quickly:
         return None
+    if act is _fetch:
+        engine.tenants.expect(command.tenant)  # before the log is looked into
     if command.sees_until is None:
         command.sees_until = journal.next_lsn
     try:

@@ -133,16 +133,19 @@ class TurnCall(ABC):
                 self._outcomes[pending[0]] = outcome
             pending.popleft()
 
-    def settle(self) -> bool:
-        """Answer once every turn has an outcome. Whether the call is over."""
+    def settle(self, release: Callable[[int], None]) -> bool:
+        """Answer once every turn has an outcome, and `release` so many before. Whether the call is over."""
         if self.future.done():
+            release(len(self))
             return True
         if self._pending or any(ticket.receipt is None for _, ticket in self._tickets):
             return False
         self._collect()
         if self._block_places:
             return False
-        self.future.set_result(self._answer([outcome for outcome in self._outcomes if outcome is not None]))
+        answer = self._answer([outcome for outcome in self._outcomes if outcome is not None])
+        release(len(self))
+        self.future.set_result(answer)
         return True
 
     def _collect(self) -> None:

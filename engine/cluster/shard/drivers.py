@@ -86,7 +86,7 @@ class LoopDriver:
         self._ended = threading.Event()
         self._loop_thread = 0
         work.wake = self._wake
-        work.is_free = self._is_free
+        work.is_free, work.on_loop = self._is_free, True
         loop.call_soon_threadsafe(self._begin)
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class LoopDriver:
                 if done:
                     self._schedule(self._work.patience_s, ITERATIONS)
                 return
-            part = self._work.long_part() if done else self._work.round
+            part = self._work.long_part() if done or self._work.read_is_next else self._work.round
             if part is None:
                 self._schedule(self._work.patience_s, ITERATIONS)
                 return

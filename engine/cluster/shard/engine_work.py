@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from undertow.engine.api.engine import Engine
@@ -45,6 +46,8 @@ class EngineWork:
         self.calls = TurnCalls(supervisor)
         # told of each command and call, on the thread that it came from
         self.wake: Callable[[], None] = lambda: None
+        # whether a loop runs the rounds, and a thread what takes long
+        self.on_loop = False
         # whether this thread may use the engine now, between two rounds
         self.is_free: Callable[[], bool] = lambda: False
         self._shard = shard
@@ -63,7 +66,11 @@ class EngineWork:
         # the command that it reads or purges it for, and the one that it reads a tenant for
         self._reads: Command | None = None
         self._fetches: Command | None = None
+        # whether `long_part` comes next, though the round before it was not quick
+        self.read_is_next = False
         self._held = HeldCalls()
+        # how many tenants the engine had evicted when those of all waiting turns were in memory
+        self._evictions: int | None = None
         self._committed_last = False
         self._commit_error: Exception | None = None
         # of a step on the loop: a thread is to recover from it
@@ -130,6 +137,8 @@ class EngineWork:
         """
         if quickly and self._failed is not None:
             return True  # `long_part` comes first
+        if not quickly:
+            self._evictions = None
         if not self._take(quickly):
             return False
         engine = self.supervisor.engine
@@ -140,10 +149,24 @@ class EngineWork:
                 and engine.scheduler.decisions.retry_is_due
                 and not engine.journal.is_read_beside
             )
-            if engine is None or loads or not steps_quickly(engine):
+            if engine is None or loads or not steps_quickly(engine) or not self._all_at_hand(engine):
                 return False
             put_off(self._waits, self._is_quick, self._long)
         self._work(apart=quickly)
+        return True
+
+    def _all_at_hand(self, engine: Engine) -> bool:
+        """Whether the next step loads no tenant: those of the waiting turns are in memory.
+
+        A thread takes turns whose tenants are not, and a full pool evicts tenants with waiting turns.
+        """
+        evictions = engine.tenants.evictions
+        if self._evictions != evictions:  # else only turns of tenants at hand have come since
+            unfed = (call.tenants for call in self.calls if not call.is_fed)
+            names = chain(engine.scheduler.inbox.tenants, *unfed)
+            if not all(is_at_hand(engine, name) for name in names):
+                return False
+            self._evictions = evictions
         return True
 
     def long_part(self) -> Callable[[], object] | None:
@@ -151,6 +174,7 @@ class EngineWork:
 
         `end_long_part` follows it. `unreadable` is None meanwhile if nothing may run beside it.
         """
+        self.read_is_next = False
         if self.commits:
             return self._commit
         if self._failed is not None:
@@ -171,6 +195,7 @@ class EngineWork:
         return partial(self._load_and_obey, command)
 
     def _load_and_obey(self, command: Command) -> None:
+        self._evictions = None
         if self.supervisor.engine is not None:
             load(self.supervisor.engine, command)
         self._obey(command)
@@ -186,6 +211,8 @@ class EngineWork:
 
     def end_long_part(self) -> None:
         """What a thread has done is over."""
+        if self.rounds_go_on and self.supervisor.engine is not None:
+            self.supervisor.engine.journal.release()
         self.unreadable, self.rounds_go_on = None, False
         self._end_reading()
         if self.commits:
@@ -220,14 +247,14 @@ class EngineWork:
             self._failed = failure
             return
         self._busy = True
-        self._release(self.calls.settle())
+        self.calls.settle(self._release)
         self._repeat_waiting()
 
     def _recover_apart(self) -> None:
-        error, self._failed = self._failed, None
+        error, self._failed, self._evictions = self._failed, None, None
         assert error is not None, "a step has failed"
         self._recover(error)
-        self._release(self.calls.settle())
+        self.calls.settle(self._release)
 
     @property
     def patience_s(self) -> float | None:
@@ -267,7 +294,11 @@ class EngineWork:
         """Take waiting commands and calls. False: the next one is not quick."""
         if not quickly and (deferred := self._long.pop()) is not None:
             self._busy = True  # for the next one
-            self._obey(deferred)
+            if deferred.reads_journal:  # searches may go on beside it
+                self._long.put_back(deferred)
+                self.read_is_next = True
+            else:
+                self._obey(deferred)
         if self._held.may_go_on or not quickly:
             self.arrived.put_first(self._held.take(all_of_them=not quickly))
         until_s = time.monotonic() + REPEATED_S
@@ -281,6 +312,9 @@ class EngineWork:
                     return False
                 for one in later:
                     self._long.append(one)
+            elif self.on_loop and isinstance(command, Command) and command.reads_journal:
+                self._long.append(command)
+                self.read_is_next = True
             elif isinstance(command, TurnCall):
                 self.calls.append(command)
                 if command.alone:  # its step is next: if the process dies in it, this call is to blame
@@ -385,7 +419,7 @@ class EngineWork:
             self._recover(error)
         else:
             self._busy = bool(report.admitted or report.decided)
-        self._release(self.calls.settle())
+        self.calls.settle(self._release)
 
     def _release(self, turns: int) -> None:
         """So many turns do not wait any more."""

@@ -46,16 +46,9 @@ class TurnCalls:
             if not call.is_fed:
                 waiting |= call.tenants
 
-    def settle(self) -> int:
-        """Answer the calls that are over. How many turns those had."""
-        turns, left = 0, deque[TurnCall]()
-        for call in self._calls:
-            if call.settle():
-                turns += len(call)
-            else:
-                left.append(call)
-        self._calls = left
-        return turns
+    def settle(self, release: Callable[[int], None]) -> None:
+        """Answer the calls that are over, after their turns were released: who is answered may send more."""
+        self._calls = deque(call for call in self._calls if not call.settle(release))
 
     def fail(self, error: Exception) -> int:
         """Fail all calls. How many turns those had."""

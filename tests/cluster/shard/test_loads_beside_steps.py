@@ -166,6 +166,35 @@ async def test_a_tenant_that_was_evicted_meanwhile_is_read_with_its_last_turns(t
         assert tenant is not None and tenant.next_seq == 6
 
 
+async def test_a_tenant_that_was_loaded_before_the_thread_reads_stays_as_it_is(
+    tmp_path: Path,
+) -> None:
+    given = settings(theta_count=1_000)
+    with Engine(tmp_path, given, PARTS.encoder(given)) as engine:
+        engine.add_batch(some("ann", *range(5)))
+        engine.flush("ann")
+        engine.tenants.evict("ann")
+        command = Command(lambda: None, Future(), never, tenant="ann", loads=True)
+        while (part := beside.part_beside(engine, command, FairQueue(), lambda _: None)) and command.moves:
+            part()
+        assert part is not None, "the log has moved, and the tenant's rows are to be read"
+        (added,) = engine.add_batch(some("ann", 5))
+        part()
+        beside.load(engine, command)
+        tenant = engine.tenants.in_memory("ann")
+        assert added.seq == 6 and tenant is not None and tenant.next_seq == 7
+
+
+async def test_calls_of_several_tenants_come_after_earlier_ones_of_each(tmp_path: Path) -> None:
+    async with reopened(tmp_path) as memories:
+        calls = [some("ann", 5), some("dee", 5), [*some("ann", 6), *some("dee", 6)], some("ann", 7)]
+        adds = [asyncio.create_task(memories.add(call)) for call in calls]
+        async with asyncio.timeout(SOON_S):
+            receipts = [receipt for add in adds for receipt in await add]
+        told = [(r.tenant, r.seq) for r in receipts]
+        assert told == [("ann", 6), ("dee", 6), ("ann", 7), ("dee", 7), ("ann", 8)]
+
+
 async def test_what_was_read_of_a_tenant_is_not_used_once_the_tenant_was_in_memory(tmp_path: Path) -> None:
     given = settings(theta_count=1_000)
     with Engine(tmp_path, given, PARTS.encoder(given)) as engine:
@@ -173,6 +202,7 @@ async def test_what_was_read_of_a_tenant_is_not_used_once_the_tenant_was_in_memo
             engine.add_batch(some("ann", *range(5)))
             engine.flush("ann")
             engine.tenants.evict("ann")
+            engine.tenants.expect("ann")
             fetched = engine.tenants.fetch("ann")
             if changes:
                 engine.add_batch(some("ann", 6))
@@ -180,8 +210,10 @@ async def test_what_was_read_of_a_tenant_is_not_used_once_the_tenant_was_in_memo
                 engine.tenants.evict("ann")
             engine.tenants.load(fetched)
             assert (engine.tenants.in_memory("ann") is None) is changes
+        engine.tenants.expect("ann")
         engine.tenants.load(engine.tenants.fetch("ann"))
         assert len(engine.tenants.loaded()) == 1
+        engine.tenants.expect("ann")
         fetched = engine.tenants.fetch("ann")
         engine.erase("ann")
         engine.tenants.load(fetched)

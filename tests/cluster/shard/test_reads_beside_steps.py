@@ -25,6 +25,7 @@ from undertow.engine.base.queries import (
 )
 from undertow.engine.base.results import Report
 from undertow.engine.cluster.shard.api import calls as api_calls
+from undertow.engine.cluster.shard.quick import MOST_HELD
 from undertow.engine.cluster.shard.supervisor import ShardSupervisor
 from undertow.engine.storage import tail
 from undertow.engine.storage.journal import Journal, JournalError
@@ -115,6 +116,47 @@ async def test_the_loop_stores_decides_and_searches_beside_a_purge(
         assert len((await memories.call(ListQuery("ann"))).items) == 10
         assert len((await memories.call(ListQuery("cy"))).items) == 5
         assert await memories.call(PurgeCommand()) == {}, "the certificate is stored"
+
+
+async def test_searches_do_not_wait_for_a_purge_while_turns_of_many_cold_tenants_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tenants than calls are held for, and more turns than one brief step takes."""
+    cold = [f"cold {n}" for n in range(2 * MOST_HELD)]
+    async with opened(tmp_path, theta_count=1_000) as memories:
+        await memories.add([turn for name in cold for turn in some(name, 0)])
+        await memories.add([turn_of("cy", 0, "words of cy")])
+    async with opened(tmp_path, theta_count=1_000) as memories:
+        await memories.add(some("bob", 0))
+        await memories.call(EraseCommand("cy"))
+        beside: list[bool] = []
+        rewrite = LanceLog.rewrite_deleted
+
+        def noted(log: LanceLog, *args: Any) -> Any:
+            beside.append(engine_of(memories).journal.is_read_beside)
+            return rewrite(log, *args)
+
+        monkeypatch.setattr(LanceLog, "rewrite_deleted", noted)
+        held = Held(monkeypatch, LanceLog, "rewrite_deleted")
+        assert (await memories.call(word(0, "bob"))).turns  # steps are brief from now on
+        calls = [[turn for name in cold for turn in some(name, *range(n, n + 20))] for n in (1, 21)]
+        work: list[asyncio.Task[Any]] = [
+            asyncio.create_task(memories.add(calls[0])),
+            asyncio.create_task(memories.call(PurgeCommand())),
+            asyncio.create_task(memories.add(calls[1])),
+        ]
+        await held.wait()
+        async with asyncio.timeout(SOON_S):
+            for _ in range(5):
+                assert (await memories.call(word(0, "bob"))).turns
+        assert not work[1].done()
+        held.go.set()
+        async with asyncio.timeout(SOON_S):
+            first, certificates, second = await asyncio.gather(*work)
+        assert beside == [True] and len(certificates) == 1
+        for name in cold:
+            seqs = [receipt.seq for receipt in (*first, *second) if receipt.tenant == name]
+            assert seqs == list(range(1, 41))
 
 
 async def test_rows_that_a_deletion_makes_obsolete_are_removed_after_a_purge_and_do_not_hold_the_loop(

@@ -123,9 +123,12 @@ def test_turns_of_a_block_that_the_engine_has_dropped_are_returned_and_the_other
     stored.acknowledge(Admitted([], ["a0", "b0"], [0, 0], 2, []))
     assert inbox.drop("ann")
     call.withdraw("ann", (Status.IN_TRANSIT, None, None, "elsewhere"))
-    assert not call.settle()
+    released: list[int] = []
+    call.future.add_done_callback(lambda _: released.append(-1))
+    assert not call.settle(released.append)
     inbox.take(8).acknowledge(Admitted([], [None], [None], 0, []))
-    assert call.settle()
+    assert call.settle(released.append)
+    assert released == [len(turns), -1], "who is answered may send more"
     receipts = call.future.result().to_pylist()
     assert [(r["status"], r["id"]) for r in receipts] == [
         (Status.STORED, "a0"),
