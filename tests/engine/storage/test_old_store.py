@@ -219,7 +219,7 @@ def test_the_first_service_s_keys_and_jobs_are_those_of_this_one(tmp_path: Path)
     store = tmp_path / "store"
     (tmp_path / "keys.json").rename(store / "keys.json")
     assert run("reindex", "--encoder", "hash:384", "--store", store).code == 0
-    with serving(store) as service:
+    with serving(store, keep_s=3e9) as service:  # the jobs ended on 2026-11-27
         client = service.client_of(told["key"])
         for tenant, jobs in told["jobs"].items():
             found = client.get(at(tenant, "/jobs")).json()["results"]
