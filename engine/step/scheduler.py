@@ -174,7 +174,7 @@ class Scheduler(BetweenSteps):
     def begin_step(self, wait_s: float, *, storing: bool, brief: bool) -> None:
         """The part of a step before its commit; see `uncommitted`. It deletes none of what it outdates."""
         self._report = StepReport()
-        self._deletes_rows = self.deletes_rows
+        self._deletes_rows = self.deletes_rows or not self._journal.commits_quickly
         self._stored = self._admit(brief)
         if not brief:
             self._encode_next()
@@ -202,7 +202,7 @@ class Scheduler(BetweenSteps):
             batch, new = self._stored
             batch.acknowledge(new)
         self.llm_calls.submit()
-        self.deciding = False
+        self.deciding, self._deletes_rows = False, True  # commits between steps delete, too
         return self._report
 
     def commit_step(self) -> None:

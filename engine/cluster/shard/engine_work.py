@@ -186,7 +186,7 @@ class EngineWork:
             return None
         engine = self.supervisor.engine
         if engine is not None and (part := part_beside(engine, command, self._long, self._obey)):
-            self.rounds_go_on = True
+            self.rounds_go_on, self.read_is_next = True, bool(command.moves)
             if not command.moves:  # else the log is to move first, and it waits again
                 self._reads, self._fetches = (command, None) if command.reads_journal else (None, command)
             return part
