@@ -11,7 +11,11 @@ from undertow.engine.tenants.tenant import Tenant
 
 
 class Redaction:
-    """Owns the list of rows that the next commit makes obsolete."""
+    """Owns the list of rows that commits make obsolete, and deletes them.
+
+    Where a commit is quick, an event loop may wait for it, but not for a deletion. So a step deletes what
+    was obsolete before it began, as its caller could know, and leaves the rest to the next one.
+    """
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -19,11 +23,16 @@ class Redaction:
         self._first_clean_versions: dict[str, int] = {}
         # Keys of tenants whose updates of such memories were redacted.
         self._redacted_keys: set[str] = set()
+        # whether the next commit deletes nothing
+        self._waits = False
 
     @property
     def is_due(self) -> bool:
-        """Whether rows are to be deleted after the next commit."""
+        """Whether there are rows to be deleted after a commit."""
         return bool(self._first_clean_versions)
+
+    def begin_step(self) -> None:
+        self._waits = self._journal.commits_quickly and not self.is_due
 
     def redact(self, tenant: Tenant, seq: int, remade: Sequence[Memory]) -> list[Row]:
         """Redact what was written of these memories before record `seq`, which deletes a turn.
@@ -39,8 +48,9 @@ class Redaction:
         return rows
 
     def delete_obsolete_rows(self) -> None:
-        """After the commit: delete the older versions and the updates that the new rows replace."""
-        if not self._first_clean_versions:
+        """After a commit: delete the older versions and the updates that the new rows replace."""
+        waits, self._waits = self._waits, False
+        if waits or not self.is_due:
             return
         clean, self._first_clean_versions = self._first_clean_versions, {}
         versions = self._journal.read(ids=list(clean), kinds=["episode", "fact"], vectors=False)

@@ -102,7 +102,7 @@ class Scheduler(BetweenSteps):
         self.llm_calls = LLMCalls(
             llm, self.decisions, in_flight=llm_in_flight, token_budget=token_budget, trace=trace
         )
-        self._redaction, self._deletes_rows = Redaction(journal), False
+        self._redaction = Redaction(journal)
         self._rows: list[Rows] = []
         # What an endpoint could not embed: of decisions, and why; the queue has the turns.
         self._unembedded: list[tuple[DecisionRun, Effect]] = []
@@ -130,7 +130,7 @@ class Scheduler(BetweenSteps):
 
     @property
     def deletes_rows(self) -> bool:
-        """Whether rows are to be deleted after the commit of the next step."""
+        """Whether the next step deletes rows, once it is committed."""
         return self._redaction.is_due
 
     @property
@@ -172,9 +172,9 @@ class Scheduler(BetweenSteps):
         return self.end_step()
 
     def begin_step(self, wait_s: float, *, storing: bool, brief: bool) -> None:
-        """The part of a step before its commit; see `uncommitted`. It deletes none of what it outdates."""
+        """The part of a step before its commit; see `uncommitted`."""
         self._report = StepReport()
-        self._deletes_rows = self.deletes_rows or not self._journal.commits_quickly
+        self._redaction.begin_step()
         self._stored = self._admit(brief)
         if not brief:
             self._encode_next()
@@ -202,7 +202,7 @@ class Scheduler(BetweenSteps):
             batch, new = self._stored
             batch.acknowledge(new)
         self.llm_calls.submit()
-        self.deciding, self._deletes_rows = False, True  # commits between steps delete, too
+        self.deciding = False
         return self._report
 
     def commit_step(self) -> None:
@@ -210,7 +210,7 @@ class Scheduler(BetweenSteps):
         with self._trace.span("commit", rows=row_count(self._rows)):
             rows, self._rows = self._rows, []
             self._journal.append(rows)
-            if self._deletes_rows and not self._journal.is_read_beside:
+            if not self._journal.is_read_beside:
                 self._redaction.delete_obsolete_rows()
 
     def _admit(self, brief: bool) -> tuple[Batch, Admitted] | None:

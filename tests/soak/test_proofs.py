@@ -17,6 +17,7 @@ from ..support.cluster.processes import all_ended
 from ..support.llm_servers import wait_until
 from ..support.soak import large_store
 from ..support.soak.proofs import PROOFS, Proof, added, of_test, path_of, progress, run, saved
+from ..support.soak.rare import FILES
 
 TOY_TEST = "tests/toy/test_toy.py"
 COUNTING = """
@@ -52,6 +53,12 @@ def test_counts_add_up_over_runs_of_one_tree(tmp_path: Path, capsys: pytest.Capt
     assert about == [TOY.source(tmp_path), "make soak PROOF=toy", {"seen": 5}, []] and state["elapsed_s"] > 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and lines[-1].startswith("toy: 6 of 5 seen")
+
+
+def test_the_rare_cases_of_every_file_are_of_the_proof() -> None:
+    assert "tests/engine/step/test_equivalence.py" in FILES
+    assert Path(__file__).relative_to(ROOT).as_posix() not in FILES
+    assert PROOFS["rare"].command(Path(), 1)[-len(FILES) :] == FILES
 
 
 def test_a_proof_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

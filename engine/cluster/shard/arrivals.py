@@ -167,15 +167,18 @@ class HeldCalls:
 
     def take(self, *, all_of_them: bool = False) -> Sequence[Arrival]:
         """What need not wait any more, in order: it shares no tenant with what still waits for one."""
-        held, waiting = self._held, set() if all_of_them else set(self._loading)
+        held, free = self._held, list[Arrival]()
         self._held, self._tenants, self.may_go_on = [], set(), False
-        joined = [arrival for arrival in held if not waiting.isdisjoint(_tenants_of(arrival))]
-        while not waiting.issuperset(more := set().union(*map(_tenants_of, joined))):
-            waiting |= more
-            joined = [arrival for arrival in held if not waiting.isdisjoint(_tenants_of(arrival))]
-        for arrival in joined:
-            self._hold(arrival)
-        return [arrival for arrival in held if waiting.isdisjoint(_tenants_of(arrival))]
+        waiting, size = set() if all_of_them else set(self._loading), -1
+        while len(waiting) > size:  # a call of several tenants joins what waits for them
+            size = len(waiting)
+            waiting.update(*(ts for ts in map(_tenants_of, held) if not waiting.isdisjoint(ts)))
+        for arrival in held:
+            if waiting.isdisjoint(_tenants_of(arrival)):
+                free.append(arrival)
+            else:
+                self._hold(arrival)
+        return free
 
 
 def _tenants_of(arrival: Arrival) -> frozenset[str]:

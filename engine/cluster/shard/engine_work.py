@@ -440,6 +440,7 @@ class EngineWork:
     def _inspect(self, error: Exception) -> None:
         """After a failed command: if the engine was closed for it, fill its queue again."""
         if self.supervisor.inspect(error):
+            self._evictions = None
             self.calls.restore()
 
     def begin_session(self, client: str, map_version: int) -> SessionStart:
