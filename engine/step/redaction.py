@@ -13,8 +13,8 @@ from undertow.engine.tenants.tenant import Tenant
 class Redaction:
     """Owns the list of rows that commits make obsolete, and deletes them.
 
-    Where a commit is quick, an event loop may wait for it, but not for a deletion. So a step deletes what
-    was obsolete before it began, as its caller could know, and leaves the rest to the next one.
+    Where a commit is quick, an event loop may run the step, and must not wait for a deletion. So a step
+    deletes only if rows were due before it began, as the loop sees in `is_due`; then it deletes all.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -23,7 +23,7 @@ class Redaction:
         self._first_clean_versions: dict[str, int] = {}
         # Keys of tenants whose updates of such memories were redacted.
         self._redacted_keys: set[str] = set()
-        # whether the next commit deletes nothing
+        # whether the commit of this step deletes nothing
         self._waits = False
 
     @property
@@ -48,8 +48,8 @@ class Redaction:
         return rows
 
     def delete_obsolete_rows(self) -> None:
-        """After a commit: delete the older versions and the updates that the new rows replace."""
-        waits, self._waits = self._waits, False
+        """After a commit: delete the versions and updates that new rows replace; not beside a reader."""
+        waits, self._waits = self._waits or self._journal.is_read_beside, False
         if waits or not self.is_due:
             return
         clean, self._first_clean_versions = self._first_clean_versions, {}

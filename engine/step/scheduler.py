@@ -130,7 +130,7 @@ class Scheduler(BetweenSteps):
 
     @property
     def deletes_rows(self) -> bool:
-        """Whether the next step deletes rows, once it is committed."""
+        """Whether rows are due to be deleted after a commit. They wait while the journal is read beside."""
         return self._redaction.is_due
 
     @property
@@ -210,8 +210,7 @@ class Scheduler(BetweenSteps):
         with self._trace.span("commit", rows=row_count(self._rows)):
             rows, self._rows = self._rows, []
             self._journal.append(rows)
-            if not self._journal.is_read_beside:
-                self._redaction.delete_obsolete_rows()
+            self._redaction.delete_obsolete_rows()
 
     def _admit(self, brief: bool) -> tuple[Batch, Admitted] | None:
         """Store a batch of the inbox, if there is one and the arena has room for it; a small one if `brief`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def test_a_step_that_fails_or_hangs_costs_no_other_its_turn(tmp_path: Path) -> N
 
 def test_all_steps_together_have_a_limit(tmp_path: Path) -> None:
     printed, _ = run(tmp_path, limit=500, KIT_SECONDS="14")
+    given = re.search(r"==> hangs \(at most (\d+) s\)", printed)
+    assert given is not None and int(given[1]) <= 9
     assert "hangs          exit 124" in printed and "works          not run" in printed
 
 

@@ -37,7 +37,7 @@ OPTIONS: dict[str, Mapping[str, Any]] = {
     "memory-os": {"policy": "memory-os"},
     **{name: variant.options for name, variant in VARIANTS.items() if "k_epi" not in variant.options},
 }
-RARE = (*COMPARED, *VARIANTS.keys() - {"nemori", "himem"})  # whole engines decide by all variants, too
+RARE = (*COMPARED, *VARIANTS.keys() - {"nemori", "himem"})  # see test_variants.py
 WORDS = ("boat", "sail", "harbour", "violin", "bow", "bread")
 
 

@@ -166,11 +166,12 @@ class HeldCalls:
         self._tenants |= _tenants_of(arrival)
 
     def take(self, *, all_of_them: bool = False) -> Sequence[Arrival]:
-        """What need not wait any more, in order: it shares no tenant with what still waits for one."""
+        """What need not wait any more, in order: it shares no tenant, even through others, with what does."""
         held, free = self._held, list[Arrival]()
         self._held, self._tenants, self.may_go_on = [], set(), False
         waiting, size = set() if all_of_them else set(self._loading), -1
-        while len(waiting) > size:  # a call of several tenants joins what waits for them
+        # earlier calls of these tenants stay too: once taken, `keep` would put them behind the later ones
+        while len(waiting) > size:
             size = len(waiting)
             waiting.update(*(ts for ts in map(_tenants_of, held) if not waiting.isdisjoint(ts)))
         for arrival in held:

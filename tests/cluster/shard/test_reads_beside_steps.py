@@ -190,6 +190,23 @@ async def test_rows_that_a_deletion_makes_obsolete_are_removed_after_a_purge_and
     assert threading.current_thread().name not in removals
 
 
+async def test_the_loop_does_not_wait_for_the_deletion_of_what_its_own_step_makes_obsolete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removals = threads_of(monkeypatch, Journal, "delete_rows")
+    async with opened(tmp_path) as memories:
+        await memories.add(turns_of_topics("ann", 12, "secret"))
+        await memories.call(FlushCommand("ann"))
+        first = (await memories.call(ListQuery("ann", limit=20))).items[0]
+        await memories.call(DeleteCommand(first["id"], "ann"))
+        removals.clear()
+        await memories.call(FlushCommand("ann"))
+        async with asyncio.timeout(SOON_S):
+            while not removals or engine_of(memories).scheduler.deletes_rows:
+                await asyncio.sleep(0.001)
+    assert threading.current_thread().name not in removals
+
+
 async def test_a_purge_after_one_that_failed_is_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Cases that `make test` leaves out, as they take long and resemble others: those marked `rarely`.
+"""Cases that `make test` leaves out, as they take long: those marked `rarely`.
 
     python -m tests.support.soak.rare N    # those of the N-th file, as a unit of `make soak PROOF=rare`
 
