@@ -1,7 +1,7 @@
 """The long proofs, each of many short units: counts add up over runs of one source.
 
     make soak                              # lists the proofs and how far each is
-    make soak PROOF=kills [SECONDS=7200]   # goes on with it for so long at most (a unit is finished)
+    make soak PROOF=kills [SECONDS=7200]   # begins units for so long, and one unit at least
 
 A unit is a process that reports figures (runs.report). After each, docs/results/soak-NAME.json is replaced:
 whole numbers are summed, other figures are the last unit's. The next run goes on from it, in any checkout, if
@@ -156,11 +156,11 @@ def begun(name: str, proof: Proof, state: Figures, tree: str, folder: Path) -> F
 
 
 def run(name: str, proof: Proof, seconds: float = BUDGET_S, root: Path = ROOT) -> Figures:
-    """Go on with a proof until its goal is reached or the time is up. Its state. RuntimeError."""
+    """Go on with a proof until its goal is reached or the time is up: one unit at least. RuntimeError."""
     tree, began_s = proof.source(root), time.monotonic()
     folder = root / "build" / "soak" / name / tree
     state = begun(name, proof, saved(name, root), tree, folder)
-    while proof.missing(state["figures"]) and time.monotonic() - began_s < seconds:
+    while proof.missing(state["figures"]):
         n, unit_s, failure = state["figures"].get("units", 0), time.monotonic(), None
         try:
             state["figures"] = added(state["figures"], {**figures_of(proof, folder, n), "units": 1})
@@ -179,6 +179,8 @@ def run(name: str, proof: Proof, seconds: float = BUDGET_S, root: Path = ROOT) -
         print(f"{name}: {progress(proof, state, tree)}, {state['elapsed_s']:,.0f} s", flush=True)
         if failure:
             raise failure
+        if time.monotonic() - began_s >= seconds:
+            break
     if not proof.missing(state["figures"]):
         shutil.rmtree(folder.parent, ignore_errors=True)
     return state
