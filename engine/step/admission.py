@@ -78,7 +78,7 @@ class Block:
 
 @dataclass(slots=True)
 class Batch:
-    """Turns taken from the queue: with a ticket each, or parts of blocks, each with the number of its turns.
+    """Turns taken from the queue: those with a ticket each, then parts of blocks with their numbers of turns.
 
     `rows`: to be committed with them.
     """
@@ -100,7 +100,7 @@ class Batch:
         """Hand out what the turns have become. They are durable and searchable."""
         for place, ticket in enumerate(self.tickets):
             ticket.receipt = new.receipt(place, ticket.turn.tenant)
-        start = 0
+        start = len(self.tickets)
         for block, count in self.parts:
             end = start + count
             block.stored += zip(new.ids[start:end], new.seqs[start:end], strict=True)
@@ -110,8 +110,8 @@ class Batch:
 class Inbox:
     """Owns the incoming turns: a queue with one line per tenant, served round-robin.
 
-    Turns that come together may wait as a block of columns. Blocks are served in order; where turns wait in
-    lines too, they and the blocks take turns. A tenant's turns never overtake each other.
+    Turns that come together may wait as a block of columns. Blocks are served in order, beside the lines. A
+    tenant's turns never overtake each other.
     """
 
     def __init__(self, limit: int) -> None:
@@ -120,8 +120,6 @@ class Inbox:
         self._lines: OrderedDict[str, deque[Ticket]] = OrderedDict()
         self._line_turns = 0
         self._blocks: deque[Block] = deque()
-        # whether the blocks are next, if turns wait in lines too
-        self._blocks_next = False
 
     def __len__(self) -> int:
         return self._line_turns + sum(map(len, self._blocks))
@@ -137,11 +135,9 @@ class Inbox:
         return self._line_turns > 0
 
     @property
-    def serves_block(self) -> bool:
-        """Whether the next turns to be taken are those of a block."""
-        if not self._line_turns:
-            return bool(self._blocks)
-        return self._blocks_next and bool(self._blocks) and self._may_serve(self._blocks[0])
+    def has_blocks_alone(self) -> bool:
+        """Whether turns wait in blocks, and none in lines."""
+        return bool(self._blocks) and not self._line_turns
 
     def _may_serve(self, block: Block) -> bool:
         """Whether a block has no tenant whose turns wait in a line: those came first."""
@@ -176,10 +172,29 @@ class Inbox:
         return ticket
 
     def take(self, count: int) -> Batch:
-        """Remove and return up to `count` turns: of blocks, or an equal share of each tenant's line."""
-        if self.serves_block:
-            return self._take_of_blocks(count)
-        self._blocks_next = True
+        """Remove and return up to `count` turns: an equal share of each tenant's line, and of blocks.
+
+        Where turns wait in both, half of the count is for the lines.
+        """
+        if not self._blocks:
+            taken = self._take_of_lines(count)
+            return Batch(TurnColumns.of([ticket.turn for ticket in taken]), taken)
+        taken = self._take_of_lines(-(-count // 2))
+        columns = [TurnColumns.of([ticket.turn for ticket in taken])] if taken else []
+        count -= len(taken)
+        parts: list[tuple[Block, int]] = []
+        rows: list[Row] = []
+        while self._blocks and count > 0 and self._may_serve(self._blocks[0]):
+            block = self._blocks[0]
+            start, block.taken = block.taken, min(block.taken + count, block.turns.size)
+            columns.append(block.turns.part(start, block.taken))
+            parts.append((block, block.taken - start))
+            count -= block.taken - start
+            if not len(block):
+                rows += self._blocks.popleft().rows
+        return Batch(TurnColumns.joined(columns), taken, parts, rows)
+
+    def _take_of_lines(self, count: int) -> list[Ticket]:
         taken: list[Ticket] = []
         share = max(1, count // max(1, len(self._lines)))
         while self._lines and len(taken) < count:
@@ -188,26 +203,10 @@ class Inbox:
             if line:
                 self._lines[name] = line  # to the back of the round
         self._line_turns -= len(taken)
-        return Batch(TurnColumns.of([ticket.turn for ticket in taken]), taken)
-
-    def _take_of_blocks(self, count: int) -> Batch:
-        self._blocks_next = False
-        columns: list[TurnColumns] = []
-        parts: list[tuple[Block, int]] = []
-        rows: list[Row] = []
-        while self._blocks and count > 0 and (not parts or self._may_serve(self._blocks[0])):
-            block = self._blocks[0]
-            start, block.taken = block.taken, min(block.taken + count, block.turns.size)
-            columns.append(block.turns.part(start, block.taken))
-            parts.append((block, block.taken - start))
-            count -= block.taken - start
-            if not len(block):
-                rows += self._blocks.popleft().rows
-        return Batch(TurnColumns.joined(columns), parts=parts, rows=rows)
+        return taken
 
     def put_back(self, batch: Batch) -> None:
         """Undo the last `take`: lines, blocks and turns return to the front in their former order."""
-        self._blocks_next = bool(batch.parts)
         for block, count in reversed(batch.parts):
             if not len(block):
                 self._blocks.appendleft(block)

@@ -221,7 +221,7 @@ class Scheduler(BetweenSteps):
             self._resume_admission_at = None  # the waiting tenants may have been erased or moved away
         if self.inbox.is_empty or self.admission_paused:
             return None
-        most = self._batch_sizer.step_turns(bulk=self.inbox.serves_block)
+        most = self._batch_sizer.step_turns(bulk=self.inbox.has_blocks_alone)
         batch = self.inbox.take(min(most, self._brief_turns.count) if brief else most)
         turns = batch.turns.size
         try:
@@ -260,7 +260,7 @@ class Scheduler(BetweenSteps):
 
         Not where turns were known: those that follow may be, too, and need no vector.
         """
-        count = min(self._batch_sizer.step_turns(bulk=self.inbox.serves_block), len(self.inbox))
+        count = min(self._batch_sizer.step_turns(bulk=self.inbox.has_blocks_alone), len(self.inbox))
         if count >= LEAST_AHEAD and self._report.admitted and not self._report.duplicates:
             self._admission.encode_ahead(self.inbox.peek(count))
 

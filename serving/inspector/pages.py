@@ -15,13 +15,13 @@ from undertow.engine.api.views.listing import after_record
 from undertow.engine.base import queries as calls
 from undertow.engine.base.limits import MAX_QUERY_CHARS
 from undertow.engine.base.results import Report
-from undertow.serving.auth.principal import Scope, check_name
+from undertow.serving.auth.principal import Principal, Scope, check_name
 from undertow.serving.http.middleware.guard import key_text
 from undertow.serving.http.problems import Problem, bad_field
 from undertow.serving.http.routes.access import Access, GuardedRoute, TenantAccess
 from undertow.serving.http.routes.admin import covered_names
 from undertow.serving.http.routes.schemas import MomentText
-from undertow.serving.http.service import MemoryId, Sender, Served, Tenant
+from undertow.serving.http.service import MemoryId, Sender, Served, Service, Tenant
 from undertow.serving.inspector import views
 from undertow.serving.inspector.gate import COOKIE, ROOT, SIGN_IN, SIGNED_IN, InspectorGate, set_cookie
 from undertow.serving.inspector.sessions import Sessions
@@ -49,7 +49,7 @@ def inspector(app: FastAPI) -> None:
 class Pages:
     """Renders a page for the sender of a request."""
 
-    def __init__(self, request: Request, service: Served, sender: Sender) -> None:
+    def __init__(self, request: Request, service: Service, sender: Principal) -> None:
         self.service, self.sender, self.call = service, sender, service.memories.call
         self._signed_in = COOKIE in request.cookies
 
@@ -68,7 +68,11 @@ class Pages:
         return [(seq, found.get(seq)) for seq in seqs]
 
 
-Shown = Annotated[Pages, Depends()]
+async def _shown(request: Request, service: Served, sender: Sender) -> Pages:
+    return Pages(request, service, sender)
+
+
+Shown = Annotated[Pages, Depends(_shown)]
 
 
 @router.get(ROOT)

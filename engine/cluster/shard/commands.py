@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,6 +13,11 @@ from typing import Any
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.trace_context import current_traceparent
 from undertow.engine.tenants.registry import Fetched
+
+# Commands are taken on a loop, and those that wait are repeated, for so long in one round.
+REPEATED_S = 0.002
+# The latter let answers of calls be sent first, for so long.
+HELD_S = 0.02
 
 
 class NotYet(Enum):
@@ -96,8 +102,26 @@ class FairQueue:
         return waiting
 
 
-def put_off(commands: deque[Command], is_quick: Callable[[Command], bool], until: FairQueue) -> None:
-    """Move commands that are no longer quick to those for a thread."""
-    for _ in range(len(commands)):
-        command = commands.popleft()
-        (commands if is_quick(command) else until).append(command)
+class Waiting(deque[Command]):
+    """Commands that are repeated until they have a result."""
+
+    repeated_s = 0.0
+
+    def repeat(self, run: Callable[[Command], None]) -> None:
+        """Run each once, for a short time; who waits on is appended again."""
+        self.repeated_s = time.monotonic()
+        for _ in range(len(self)):
+            if time.monotonic() > self.repeated_s + REPEATED_S:
+                return
+            run(self.popleft())
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether it was repeated so recently that answers of other calls may be sent first."""
+        return time.monotonic() < self.repeated_s + HELD_S
+
+    def put_off(self, is_quick: Callable[[Command], bool], until: FairQueue) -> None:
+        """Move commands that are no longer quick to those for a thread."""
+        for _ in range(len(self)):
+            command = self.popleft()
+            (self if is_quick(command) else until).append(command)

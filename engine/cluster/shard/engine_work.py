@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -20,7 +19,7 @@ from undertow.engine.base.trace_context import use_traceparent
 from undertow.engine.cluster.shard.arrivals import Arrivals, HeldCalls, ShardClosed
 from undertow.engine.cluster.shard.beside import load, loads_quickly, part_beside
 from undertow.engine.cluster.shard.call_queue import CallStamp, SessionStart, TurnCall
-from undertow.engine.cluster.shard.commands import Command, FairQueue, NotYet, put_off
+from undertow.engine.cluster.shard.commands import REPEATED_S, Command, FairQueue, NotYet, Waiting
 from undertow.engine.cluster.shard.quarantine import reason_of
 from undertow.engine.cluster.shard.quick import is_at_hand, is_quick_add, never, steps_quickly
 from undertow.engine.cluster.shard.supervisor import RETRY_S, ShardSupervisor, contained
@@ -34,8 +33,6 @@ T = TypeVar("T")
 POLL_S = 0.005
 # so long after a query a step decides for a few milliseconds only, as the next query would wait for it
 SERVING_S = 1.0
-# commands are taken on a loop, and those that wait are repeated for so long in one round
-REPEATED_S = 0.002
 
 
 class EngineWork:
@@ -52,7 +49,7 @@ class EngineWork:
         self.is_free: Callable[[], bool] = lambda: False
         self._shard = shard
         self.arrived = Arrivals(shard, queue_turns)
-        self._waits: deque[Command] = deque()
+        self._waits = Waiting()
         self._busy = True
         self._asked_s = 0.0
         # what takes long, and quick work passes
@@ -151,7 +148,7 @@ class EngineWork:
             )
             if engine is None or loads or not steps_quickly(engine) or not self._all_at_hand(engine):
                 return False
-            put_off(self._waits, self._is_quick, self._long)
+            self._waits.put_off(self._is_quick, self._long)
         self._work(apart=quickly)
         return True
 
@@ -248,7 +245,7 @@ class EngineWork:
             return
         self._busy = True
         self.calls.settle(self._release)
-        self._repeat_waiting()
+        self._waits.repeat(self._run_command)
 
     def _recover_apart(self) -> None:
         error, self._failed, self._evictions = self._failed, None, None
@@ -379,8 +376,12 @@ class EngineWork:
         if apart and self._long and self._committed_last:  # a commit and what else takes long take turns
             self._committed_last = False
         elif self.calls or self.supervisor.has_work:
+            under_way = len(self.calls)
             self._step(apart)
             if self.commits or self._failed is not None:
+                return
+            if self.on_loop and len(self.calls) < under_way and self._waits.gives_way:
+                self._busy = True  # the answers are sent first
                 return
         elif self.supervisor.due:
             self._busy = True
@@ -388,14 +389,7 @@ class EngineWork:
                 self.supervisor.open()
             except Exception as error:  # noqa: BLE001 - the status shows it, and the next call raises it
                 log.warning("shard %s cannot be opened: %s", self._shard, error)
-        self._repeat_waiting()
-
-    def _repeat_waiting(self) -> None:
-        until_s = time.monotonic() + REPEATED_S
-        for _ in range(len(self._waits)):
-            if time.monotonic() > until_s:
-                return
-            self._run_command(self._waits.popleft())
+        self._waits.repeat(self._run_command)
 
     def _step(self, apart: bool) -> None:
         """`apart`: a slow commit, and recovery from an error, are left to `long_part`."""

@@ -20,7 +20,7 @@ T = TypeVar("T")
 # The requests that begin in one iteration of the loop are expected to take so long.
 ITERATION_S = 0.001
 # Requests that are refused in one iteration: each takes half a millisecond from those that are served.
-REFUSED_AT_ONCE = 2
+REFUSED_AT_ONCE = 1
 # What a request takes at least, with what is done before and after its turn.
 LEAST_S = 0.0005
 # Tenants that have used the loop about alike, by this power of two, take turns.
@@ -28,6 +28,8 @@ NEAR = 2.0
 # A tenant has used far more than another: by this power of two. A request of the lighter one holds its own
 # for so long: it may take much longer, without the loop.
 FAR_MORE, HELD_S = 3.0, 0.02
+# Work that gives way to them looks so often whether they have ended.
+GIVE_WAY_S = 0.001
 # What a tenant has used of the loop counts half after this time.
 HALF_LIFE_S = 1.0
 # Tenants whose use is kept; those that were idle longest are forgotten.
@@ -168,6 +170,13 @@ class FairTurns:
         else:
             await self._line.wait(turn.tenant, use.rank)
         self._served[turn] = self._clock_s()
+
+    async def give_way(self, tenant: str) -> None:
+        """Between parts of long work: others' callbacks run, and lighter requests that began just now."""
+        await asyncio.sleep(0)
+        use, until_s = self.use_of(tenant), self._clock_s() + HELD_S
+        while self._held_s(use) > 0 and self._clock_s() < until_s:
+            await asyncio.sleep(GIVE_WAY_S)
 
     def end(self, turn: Turn, seconds: float) -> None:
         """The request has ended, and used the loop for so long."""

@@ -41,7 +41,6 @@ MARK = "__undertow_access__"
 # in the same words whichever it lacks, and whether or not there is such a tenant
 FORBIDDEN = "This key lacks the scope {scope}, or is not for {reaches}. Ask for a key that has both."
 LACKS_SCOPE = "This key lacks the scope {scope}. Ask for a key that has it."
-WITHOUT_BODY = frozenset({"GET", "DELETE"})
 STRAY_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
@@ -118,6 +117,8 @@ class GuardedRoute(APIRoute):
             extra = dict(more.get("openapi_extra") or {})
             more["openapi_extra"] = {**extra, "parameters": [*extra.get("parameters", []), IDEMPOTENCY_KEY]}
         super().__init__(path, endpoint, **more)
+        # else a body that was sent all the same is not waited for, and neither is the turn that follows it
+        self._reads_body = self.body_field is not None or access.imports
         self._serve: ASGIApp = DirectEndpoint(endpoint) if access.direct else super().handle
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -151,10 +152,10 @@ class GuardedRoute(APIRoute):
                 receive, headers, *self._bounds(service.settings), grace_s=service.settings.body_timeout_s
             )
             turn = service.turns.turn(name, scope)
-            if scope["method"] in WITHOUT_BODY:
-                await turn.begin()
-            else:
+            if self._reads_body:
                 receive = turn.after_body(receive)
+            else:
+                await turn.begin()
             if self.access.once and KEY_HEADER in headers:
                 owner = None if tenant is None else service.memories.tenant_key(tenant)
                 sender = KeyOwner(key_id, tenant, owner, erases=self.access.scope is Scope.ERASE)

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from undertow.serving.http.middleware.body_limits import read_all
 from undertow.serving.http.middleware.front import sender_of
 from undertow.serving.http.middleware.idempotency import KEY_HEADER, idempotency_key
+from undertow.serving.http.routes.json_pages import written
 
 JSON = (b"content-type", b"application/json")
 # such a body is read in a millisecond or two
@@ -57,10 +58,14 @@ class DirectEndpoint:
             "sender": sender_of(scope),
             "idempotency_key": idempotency_key(headers) if KEY_HEADER in headers else None,
         }
-        written = orjson.dumps(await self._endpoint(**{name: given[name] for name in self._names}))
-        length = (b"content-length", str(len(written)).encode())
+        told = await self._endpoint(**{name: given[name] for name in self._names})
+        results = told.pop("results", None)
+        in_json = (
+            orjson.dumps(told) if results is None else await written(service.turns, tenant, results, told)
+        )
+        length = (b"content-length", str(len(in_json)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [JSON, length]})
-        await send({"type": "http.response.body", "body": written})
+        await send({"type": "http.response.body", "body": in_json})
 
     def _asked(self, headers: Headers, body: bytes) -> BaseModel:
         """The body, read and checked. RequestValidationError."""

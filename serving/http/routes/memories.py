@@ -21,6 +21,7 @@ from undertow.serving.client.results import Changed, Kind, Listed, Memory, Page
 from undertow.serving.http.jobs import actions as acts
 from undertow.serving.http.problems import bad_field
 from undertow.serving.http.routes.access import Access, GuardedRoute
+from undertow.serving.http.routes.json_pages import written
 from undertow.serving.http.routes.schemas import AllDeleted, FiltersText, MomentText, UpdateRequest
 from undertow.serving.http.service import Again, MemoryId, Sender, Served, Tenant
 
@@ -54,9 +55,9 @@ async def list_(
         raise bad_field("limit", f"is {limit}; ask for at most {service.settings.max_page:,}.")
     query = ListQuery(tenant, kind, since, until, _filters(request, filters) or None, limit, after)
     page = await service.memories.call(query)
-    listed = {"results": [_view(report) for report in page.items], "next": page.after}
     # FastAPI would check a thousand memories against their model, on the event loop
-    return Response(orjson.dumps(listed), media_type="application/json")
+    told = await written(service.turns, tenant, page.items, {"next": page.after}, _view)
+    return Response(told, media_type="application/json")
 
 
 @router.get(ONE, response_model=Memory)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import orjson
@@ -18,12 +19,13 @@ from undertow.engine.base.queries import (
     TenantStatsQuery,
     TenantUsageQuery,
 )
-from undertow.serving.auth.principal import Scope
+from undertow.serving.auth.principal import Principal, Scope
 from undertow.serving.client.results import Decided, Listed, Policy, Records
 from undertow.serving.http.jobs import actions as acts
 from undertow.serving.http.jobs.queue import Operation
 from undertow.serving.http.problems import bad_field
 from undertow.serving.http.routes.access import Access, GuardedRoute
+from undertow.serving.http.routes.json_pages import written
 from undertow.serving.http.routes.schemas import (
     Accepted,
     CertificateView,
@@ -32,7 +34,7 @@ from undertow.serving.http.routes.schemas import (
     PolicyRequest,
 )
 from undertow.serving.http.routes.streaming import started
-from undertow.serving.http.service import Again, RespondAsync, Sender, Served, Tenant
+from undertow.serving.http.service import Again, RespondAsync, Sender, Served, Service, Tenant
 
 router = APIRouter(route_class=GuardedRoute, tags=["tenants"])
 
@@ -57,10 +59,10 @@ class OperationRequest:
     """A request for an operation that can run as a job."""
 
     request: Request
-    tenant: Tenant
-    service: Served
-    sender: Sender
-    respond_async: RespondAsync
+    tenant: str
+    service: Service
+    sender: Principal
+    respond_async: bool
 
     async def accept(self, operation: Operation, body: bytes | None = None) -> Response:
         """Accept a job: 202, with a Location that spells the tenant as the request did."""
@@ -71,7 +73,13 @@ class OperationRequest:
         return JSONResponse({"id": job.id, "status": job.status}, 202, headers)
 
 
-Asked = Annotated[OperationRequest, Depends()]
+async def _asked(
+    request: Request, tenant: Tenant, service: Served, sender: Sender, respond_async: RespondAsync
+) -> OperationRequest:
+    return OperationRequest(request, tenant, service, sender, respond_async)
+
+
+Asked = Annotated[OperationRequest, Depends(_asked)]
 
 
 @router.post("/v1/tenants/{tenant}/flush", response_model=Decided, responses=ACCEPTED)
@@ -99,17 +107,21 @@ async def export(
     Streamed as fast as it is read. An export that fails midway is cut off: its last line is then not the
     record `end`.
     """
-    lines = await started(_lines(service.memories.export(tenant, vectors=vectors)))
+    records = service.memories.export(tenant, vectors=vectors)
+    lines = await started(_lines(records, partial(service.turns.give_way, tenant)))
     return StreamingResponse(lines, media_type=NDJSON)
 
 
-async def _lines(records: AsyncGenerator[Mapping[str, Any]]) -> AsyncGenerator[bytes]:
-    """JSON lines, in chunks of about CHUNK_BYTES."""
+async def _lines(
+    records: AsyncGenerator[Mapping[str, Any]], give_way: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[bytes]:
+    """JSON lines, in chunks of about CHUNK_BYTES, each after it has given way to others."""
     chunk = bytearray()
     async with aclosing(records) as stream:
         async for record in stream:
             chunk += orjson.dumps(record) + b"\n"
             if len(chunk) >= CHUNK_BYTES:
+                await give_way()
                 yield bytes(chunk)
                 chunk.clear()
     if chunk:
@@ -199,9 +211,10 @@ async def explain(
     """For each turn the decision, its reasons, and the memories made."""
     records = await service.memories.call(ExplainQuery(tenant, limit, after_seq))
     more = len(records) == limit
-    told = {"results": records, "next_after_seq": records[-1]["seq"] if more else None}
+    after = {"next_after_seq": records[-1]["seq"] if more else None}
     # FastAPI would check a thousand records against their model, on the event loop
-    return Response(orjson.dumps(told), media_type="application/json")
+    told = await written(service.turns, tenant, records, after)
+    return Response(told, media_type="application/json")
 
 
 @router.get("/v1/tenants/{tenant}/jobs", response_model=Listed[JobView])

@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from undertow.engine.base.queries import (
     TurnsByKeyQuery,
 )
 from undertow.engine.base.results import Receipt
+from undertow.engine.cluster.shard import commands, engine_work
 from undertow.engine.cluster.shard.engine_work import POLL_S, EngineWork
 from undertow.engine.cluster.shard.supervisor import EngineParts, ShardSupervisor
 from undertow.engine.cluster.shard.turn_calls import TurnCalls
@@ -132,6 +134,28 @@ async def test_what_waits_and_is_slow_runs_on_a_thread_now_and_then_and_the_loop
         assert 0 < len(runs) <= 40, "it looks now and then"
         over.append("over")
         assert await waiting == "over"
+
+
+@pytest.mark.parametrize(("held_s", "follows"), [(1e9, "told"), (0.0, "look")])
+async def test_answers_are_sent_before_long_calls_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_s: float, follows: str
+) -> None:
+    monkeypatch.setattr(commands, "HELD_S", held_s)
+    monkeypatch.setattr(engine_work, "POLL_S", 60.0)  # nothing but the add makes it look
+    seen = list[str]()
+
+    async with opened(tmp_path) as memories:
+        await memories.add(some("ann", 1))
+        work: EngineWork = memories._router._shard._work  # type: ignore[union-attr]
+        waiting: Future[None] = work.ask(lambda _: seen.append("look"), wait=True, is_quick=lambda _: True)
+        add = memories._router.begin_add(some("ann", 2))
+        add.add_done_callback(lambda _: seen.append("stored"))
+        await asyncio.wrap_future(add)
+        seen.append("told")
+        while seen[-1] != "look":
+            await asyncio.sleep(0)
+        assert seen[seen.index("stored") + 1] == follows
+        waiting.cancel()
 
 
 async def test_an_encoder_that_takes_long_runs_on_a_thread(

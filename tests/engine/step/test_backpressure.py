@@ -19,7 +19,7 @@ from undertow.bench.mock.replies import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.ingest_files import Ingest
 from undertow.engine.base.config import Settings
-from undertow.engine.step.admission import Block, Inbox, QueueFull
+from undertow.engine.step.admission import Admitted, Block, Inbox, QueueFull
 from undertow.engine.step.scheduler import StepReport
 from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import pack_turn
@@ -273,26 +273,27 @@ def test_what_is_put_back_stands_as_it_stood(seed: int, count: int) -> None:
     assert len(one) == 0
 
 
-def test_turns_of_a_tenant_do_not_overtake_each_other_between_lines_and_blocks() -> None:
-    first = turns_of("t0", 3)
+def test_lines_and_blocks_are_taken_together_and_no_turn_overtakes_one_of_its_tenant() -> None:
+    first = turns_of("t0", 6)
     blocks = [
-        Block(TurnColumns.of([pack_turn(turn) for name in names for turn in turns_of(name, 2)]))
-        for names in (["t1", "t2"], ["t0"], ["t2"])
+        Block(TurnColumns.of([pack_turn(turn) for turn in turns_of(name, 2)])) for name in ("t1", "t0", "t2")
     ]
     inbox = Inbox(10)
     for turn in first:
         inbox.put(turn)
     for block in blocks:
         inbox.put_block(block)
-    assert (len(inbox), set(inbox.tenants)) == (11, {"t0", "t1", "t2"})
+    assert (len(inbox), set(inbox.tenants)) == (12, {"t0", "t1", "t2"})
     with pytest.raises(QueueFull):
         inbox.put(turns_of("t1", 1)[0])
     assert list(inbox.take(1).turns.tenants) == ["t0"]
-    assert list(inbox.take(9).turns.tenants) == ["t1", "t1", "t2", "t2"], "blocks have their turn, up to t0"
+    batch = inbox.take(8)
+    assert list(batch.turns.tenants) == ["t0"] * 4 + ["t1"] * 2, "half for the lines, and blocks up to t0's"
+    batch.acknowledge(Admitted([], [*"abcdef"], [*range(6)], 6, []))
+    assert [ticket.receipt and ticket.receipt.id for ticket in batch.tickets] == [*"abcd"]
+    assert [block.stored for block in blocks] == [[("e", 4), ("f", 5)], [], []]
     inbox.put(turns_of("t3", 1)[0])
-    assert list(inbox.take(2).turns.tenants) == ["t0", "t3"]
-    assert list(inbox.take(9).turns.tenants) == ["t0"], "before the block that holds later ones"
-    assert list(inbox.take(9).turns.tenants) == ["t0", "t0", "t2", "t2"], "blocks are taken together"
+    assert list(inbox.take(9).turns.tenants) == ["t0", "t3", "t0", "t0", "t2", "t2"]
     assert inbox.is_empty and inbox.has_room_for("t1")
 
 

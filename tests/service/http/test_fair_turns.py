@@ -10,15 +10,17 @@ from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from undertow.serving.http.middleware import admission, fair_turns
 from undertow.serving.http.middleware.admission import LEAST_WAITING, Admission
 from undertow.serving.http.middleware.fair_turns import FairTurns, Turn
 from undertow.serving.http.protocol import tenant_in
+from undertow.serving.http.routes.json_pages import AT_ONCE, written
 
 from ...support.llm_servers import wait_until
-from ...support.service.http import Running, at, is_problem, said, serving
+from ...support.service.http import SOON_S, Running, at, is_problem, said, serving
 from ...support.service.wire import Wire, request_head
 
 pytestmark = pytest.mark.anyio
@@ -135,6 +137,42 @@ async def test_a_request_that_takes_long_without_the_loop_holds_nobody_for_long(
     assert not long.done()
     served.set()
     await long
+
+
+async def test_long_work_gives_way_to_lighter_requests_that_have_just_begun() -> None:
+    world, served = World(), asyncio.Event()
+    world.used("heavy", 5.0)
+    await asyncio.wait_for(world.turns.give_way("heavy"), SOON_S)  # to nobody
+    light = asyncio.create_task(world.request("light", served))
+    await iterations(3)
+    await asyncio.wait_for(world.turns.give_way("light"), SOON_S)
+    held = asyncio.create_task(world.turns.give_way("heavy"))
+    await asyncio.sleep(20 * fair_turns.GIVE_WAY_S)
+    assert not held.done()
+    served.set()
+    await asyncio.wait_for(held, SOON_S)
+    light = asyncio.create_task(world.request("light", asyncio.Event()))
+    await iterations(3)
+    held = asyncio.create_task(world.turns.give_way("heavy"))
+    await iterations(3)
+    assert not held.done()
+    world.now_s = fair_turns.HELD_S
+    await asyncio.wait_for(held, SOON_S)
+    assert not light.done(), "nobody is given way to for longer"
+    light.cancel()
+
+
+async def test_a_large_answer_is_written_in_parts_between_which_it_gives_way() -> None:
+    world = World()
+    for count in (0, 1, AT_ONCE, AT_ONCE + 1, 5 * AT_ONCE):
+        results, seen = [{"n": n, "text": "the “boat”"} for n in range(count)], list[int]()
+        asyncio.get_running_loop().call_soon(seen.append, 1)
+        for rest in ({}, {"next": None, "more": [1]}):
+            written_in_parts = await written(world.turns, "ann", results, rest)
+            assert written_in_parts == orjson.dumps({"results": results, **rest})
+        shown = await written(world.turns, "ann", results, {}, lambda one: one["n"])
+        assert orjson.loads(shown) == {"results": [*range(count)]}
+        assert bool(seen) == (count > AT_ONCE), "others' callbacks have run in between"
 
 
 async def test_a_few_requests_are_refused_in_one_iteration_and_each_in_the_end() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.datastructures import Headers
 from undertow.engine.base.model import UndertowError
 from undertow.serving.auth.principal import KeyLimits, Scope
 from undertow.serving.http.hosting import Files, run
+from undertow.serving.http.middleware.fair_turns import FairTurns, Turn
 from undertow.serving.http.middleware.guard import OpenGuard
 from undertow.serving.http.problems import Problem
 from undertow.serving.http.routes.access import GuardedRoute, TenantAccess
@@ -32,16 +34,15 @@ def ann(client: httpx2.Client) -> None:
     client.post(at("ann", "/memories"), json={"messages": said("the boat")})
 
 
+def guarded(running: Running) -> list[GuardedRoute]:
+    found = [context.original_route for context in iter_route_contexts(running.app.routes)]
+    assert all(isinstance(route, GuardedRoute) for route in found if isinstance(route, APIRoute))
+    return [route for route in found if isinstance(route, GuardedRoute)]
+
+
 def routes(running: Running) -> list[tuple[str, str, Any]]:
     """Method, path and mark of every route of the service."""
-    app = running.app
-    found = []
-    for context in iter_route_contexts(app.routes):
-        route = context.original_route
-        if isinstance(route, APIRoute):
-            assert isinstance(route, GuardedRoute)
-            found += [(method, route.path, route.access) for method in route.methods or ()]
-    return found
+    return [(m, route.path, route.access) for route in guarded(running) for m in route.methods or ()]
 
 
 def test_every_route_needs_a_key(running: Running) -> None:
@@ -77,6 +78,31 @@ def test_every_route_needs_its_scope(running: Running) -> None:
             if access.reaches is not TenantAccess.ANY:
                 told = elsewhere.request(method, where, content=b"not read")
                 assert is_problem(told, 403, "forbidden") == refused
+
+
+def test_every_request_waits_for_its_turn(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, begun = FairTurns.begin, list[str]()
+
+    async def noted(turns: FairTurns, turn: Turn) -> None:
+        begun.append(turn.tenant)
+        await begin(turns, turn)
+
+    monkeypatch.setattr(FairTurns, "begin", noted)
+    own = {"Origin": running.url}
+    for method, path, access in routes(running):
+        where = path.format(tenant="waits", memory_id="m", job_id="j", webhook_id="w")
+        begun.clear()
+        with running.client().stream(method, where, content=b"{}", headers=own):
+            assert begun == ([] if access.scope is None else ["waits" if "{tenant}" in path else ""]), where
+
+
+def test_no_request_is_handed_to_a_thread_of_the_framework(running: Running) -> None:
+    """Such threads share the interpreter with the event loop, which would wait for them."""
+    for route in guarded(running):
+        dependants = [route.dependant]
+        for dependant in dependants:
+            assert iscoroutinefunction(dependant.call), (route.path, dependant.call)
+            dependants += dependant.dependencies
 
 
 def test_a_key_reaches_its_tenants_alone(running: Running) -> None:
