@@ -256,8 +256,8 @@ def test_no_server_for_a_whole_run(
     with opened(
         tmp_path, url, policy=policy, llm_timeout_s=0.2, llm_patience_s=0.6, search="dense"
     ) as engine:
-        add_all(engine, log)
         began_s = time.monotonic()
+        add_all(engine, log)
         assert not engine.drain()
         assert time.monotonic() - began_s > 0.5, "it waits as long as it was told to"
         assert engine.server_lost

@@ -78,7 +78,7 @@ def test_each_server_has_the_limit_for_itself() -> None:
 
 
 def test_a_slow_server_does_not_hold_the_others_up() -> None:
-    with spawn_server(latency_ms=300) as slow, spawn_server() as fast:
+    with spawn_server(latency_ms=3000) as slow, spawn_server() as fast:
         with client(f"{slow},{fast}", llm_in_flight=4) as llm:
             results([llm.submit(merge(n), tenant="t") for n in range(150)])
         calls = [sum(server_stats(url)["calls"].values()) for url in (slow, fast)]

@@ -50,11 +50,11 @@ def test_a_start_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytes
         tmp_path,
         "m",
         python=stand_in_of(tmp_path, DEAF),
-        start_timeout_s=2.0,
+        start_timeout_s=10.0,
         log_path=tmp_path / "log",
         progress=lambda stage, elapsed_s: pids.append(server.pid),
     )
-    with pytest.raises(LocalServerError, match="not ready after 2 s: loading the weights"):
+    with pytest.raises(LocalServerError, match=r"not ready after 1\d s: loading the weights"):
         server.start()
     assert pids[0] is not None and not alive(pids[0])
     assert server.pid is None and (tmp_path / "log").exists()

@@ -43,7 +43,7 @@ def change_source(root: Path, name: str = "engine/new.py") -> None:
 
 
 def test_counts_add_up_over_runs_of_one_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for seconds, units in ((0.0, 1), (0.0, 2), (60.0, 3), (60.0, 3)):
+    for seconds, units in ((0.0, 1), (0.0, 2), (600.0, 3), (600.0, 3)):
         figures = run("toy", TOY, seconds, tmp_path)["figures"]
         assert (figures["units"], figures["seen"]) == (units, 2 * units)
         assert saved("toy", tmp_path)["reached"] == (units == 3)
@@ -112,7 +112,7 @@ if n == 1 and not Path({str(waits)!r}).exists():
 """
     proofs = {"killed": counting(code), "other": TOY}
     fork = multiprocessing.get_context("fork")
-    runs = {n: fork.Process(target=run, args=(n, proof, 60, tmp_path)) for n, proof in proofs.items()}
+    runs = {n: fork.Process(target=run, args=(n, proof, 600, tmp_path)) for n, proof in proofs.items()}
     for process in runs.values():
         process.start()
     wait_until(lambda: waits.exists() and bool(waits.read_text()))
@@ -121,7 +121,7 @@ if n == 1 and not Path({str(waits)!r}).exists():
     assert not all_ended([unit])
     assert saved("killed", tmp_path)["figures"] == {"seen": 2, "most_max": 9, "last": "0", "units": 1}
     assert run("killed", proofs["killed"], root=tmp_path)["figures"]["seen"] == 6
-    runs["other"].join(30)
+    runs["other"].join(300)
     assert saved("other", tmp_path)["figures"]["units"] == 3
 
 

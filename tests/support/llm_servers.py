@@ -132,7 +132,7 @@ def expected(asked: list[Prompt], replies: MockReplies) -> list[Completion]:
 
 
 def server_stats(url: str) -> Any:
-    with urllib.request.urlopen(url.removesuffix("/v1") + "/stats", timeout=10) as response:
+    with urllib.request.urlopen(url.removesuffix("/v1") + "/stats", timeout=SOON_S) as response:
         return json.load(response)
 
 

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-import httpx2
 import psutil
 import pytest
 
@@ -36,7 +35,7 @@ from undertow.serving.async_memories import AsyncMemories
 from ...support.cluster.in_process import cluster_state, settings
 from ...support.engine import interleaved, turn_of
 from ...support.faults.harness import PARKING, RATES, assert_same_state, end_state, turns_of, write_log
-from ...support.llm_servers import wait_until
+from ...support.llm_servers import server_stats, wait_until
 
 SOON_S = 60
 
@@ -141,8 +140,8 @@ def test_an_answer_comes_in_pieces_and_one_that_is_left_is_given_up(root: Locati
             assert isinstance(answer, Answer) and answer.text == "".join(map(str, pieces))
 
     def left_count() -> int:
-        stats: dict[str, dict[str, int]] = httpx2.get(f"{llm.removesuffix('/v1')}/stats").json()
-        return stats["faults"].get("client left", 0)
+        faults: dict[str, int] = server_stats(llm)["faults"]
+        return faults.get("client left", 0)
 
     with spawn_server(piece_ms=100) as llm:
         asyncio.run(work(llm))

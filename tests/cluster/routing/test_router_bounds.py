@@ -77,6 +77,7 @@ def test_a_shard_that_stays_down_fails_its_calls_and_no_others(tmp_path: Path) -
             receipts = router.add_batch([turn_of(kept, 0, "x"), turn_of(kept, 1, "y")])
             assert [r.duplicate for r in receipts] == [True, False]
             shards.down.clear()
+            shards.shard("s0").hello("first", 1).result(SOON_S)
             assert [r.seq for r in router.add_batch([turn_of(lost, 0, "x")])] == [0]
 
 

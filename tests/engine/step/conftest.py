@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from undertow.engine.step.admission import Admission
-from undertow.engine.step.scheduler import Scheduler, StepReport
+from undertow.engine.step.scheduler import Scheduler
 from undertow.engine.tenants.registry import ArenaFull
 from undertow.engine.tenants.tenant import Tenant
 from undertow.engine.tenants.turn_columns import TurnColumns
@@ -17,7 +17,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.attempts = self.failures = self.steps = 0
         self.put_out: list[str] = []
-        admit, step, put_out = Admission.admit, Scheduler.step, Scheduler._evict
+        admit, step, put_out = Admission.admit, Scheduler.begin_step, Scheduler._evict
 
         def watched_admit(admission: Admission, turns: TurnColumns) -> object:
             self.attempts += 1
@@ -27,16 +27,16 @@ class Watched:
                 self.failures += 1
                 raise
 
-        def watched_step(scheduler: Scheduler, wait_s: float = 0.0, **how: bool) -> StepReport:
+        def watched_step(scheduler: Scheduler, wait_s: float, *, storing: bool, brief: bool) -> None:
             self.steps += 1
-            return step(scheduler, wait_s, **how)
+            step(scheduler, wait_s, storing=storing, brief=brief)
 
         def watched_put_out(scheduler: Scheduler, tenant: Tenant) -> None:
             self.put_out.append(tenant.name)
             put_out(scheduler, tenant)
 
         monkeypatch.setattr(Admission, "admit", watched_admit)
-        monkeypatch.setattr(Scheduler, "step", watched_step)
+        monkeypatch.setattr(Scheduler, "begin_step", watched_step)
         monkeypatch.setattr(Scheduler, "_evict", watched_put_out)
 
 

@@ -102,14 +102,25 @@ def run_until_done(
     return kills, acked_turns
 
 
+def check_kills(
+    driver: Driver, folder: Path, task: dict[str, Any], expected: State, moments_s: list[float]
+) -> None:
+    """Two at least; on a machine that has become faster the next try kills earlier."""
+    for n in range(5):
+        store = folder / f"killed-{n}"
+        kills, _ = run_until_done(driver, store, task, [moment_s / 2**n for moment_s in moments_s])
+        assert_same_state(end_state(store), expected)
+        if kills >= 2:
+            break
+    assert kills >= 2
+
+
 def test_kills_in_a_row_at_random_moments(
     driver: Driver, task: dict[str, Any], undisturbed: tuple[State, float], tmp_path: Path
 ) -> None:
     expected, took_s = undisturbed
     rng = random.Random(7)
-    kills, _ = run_until_done(driver, tmp_path, task, [rng.uniform(0.05, took_s / 3) for _ in range(7)])
-    assert kills >= 2
-    assert_same_state(end_state(tmp_path), expected)
+    check_kills(driver, tmp_path, task, expected, [rng.uniform(0.05, took_s / 3) for _ in range(7)])
 
 
 def test_kills_where_turns_tell_the_thresholds(driver: Driver, task: dict[str, Any], tmp_path: Path) -> None:
@@ -119,10 +130,7 @@ def test_kills_where_turns_tell_the_thresholds(driver: Driver, task: dict[str, A
     expected, took_s = run_undisturbed(driver, tmp_path / "undisturbed", task)
     assert sum('"thetas"' in line for line in expected.exports["ann"]) == 2
     rng = random.Random(9)
-    moments_s = [rng.uniform(0.3, took_s / 2) for _ in range(6)]
-    kills, _ = run_until_done(driver, tmp_path / "killed", task, moments_s)
-    assert kills >= 2
-    assert_same_state(end_state(tmp_path / "killed"), expected)
+    check_kills(driver, tmp_path, task, expected, [rng.uniform(0.3, took_s / 2) for _ in range(6)])
 
 
 @pytest.mark.soak

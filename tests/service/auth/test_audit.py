@@ -213,6 +213,7 @@ from undertow.serving.auth.audit import AuditLog
 
 log = AuditLog(Path(sys.argv[1]))
 print("ready", flush=True)
+sys.stdin.readline()
 for n in range(300):
     log.refused("erase", sys.argv[2])
     print(n + 1, flush=True)
@@ -222,12 +223,17 @@ for n in range(300):
 def test_processes_write_while_the_log_is_moved_and_no_line_is_lost(path: Path) -> None:
     writers = {
         name: subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), name], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", WRITER, str(path), name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for name in ("00000000000a", "00000000000b", "00000000000c")
     }
     for process in writers.values():
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in writers.values():
+        print("go", file=process.stdin, flush=True)
     moves = 0
     while any(process.poll() is None for process in list(writers.values())[:2]):
         if path.exists():

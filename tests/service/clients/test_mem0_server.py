@@ -11,7 +11,7 @@ import pytest
 from undertow.serving.auth.principal import KeyLimits, Scope
 from undertow.serving.http.routes.mem0.face import ROUTES
 
-from ...support.service.http import Running, at, serving
+from ...support.service.http import SOON_S, Running, at, serving
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -140,7 +140,7 @@ def test_keys_hold(running: Running, client: httpx2.Client) -> None:
         "results"
     ]
     key = running.key(Scope.READ, tenants=("own-di",))
-    other = httpx2.Client(base_url=running.url, headers={"X-API-Key": key})
+    other = httpx2.Client(base_url=running.url, headers={"X-API-Key": key}, timeout=SOON_S)
     attempts = (
         ("GET", f"/memories/{theirs['id']}", None),
         ("GET", f"/memories/{theirs['id']}/history", None),

@@ -33,7 +33,7 @@ from undertow.serving.events.sender import Sender, Undelivered, is_public
 from undertow.serving.http.routes import events as routes
 
 from ...support.llm_servers import wait_until
-from ...support.service.http import Running, at, is_problem, said
+from ...support.service.http import SOON_S, Running, at, is_problem, said
 from ...support.service.scripted_server import Reply, ScriptedServer, Seen, served
 from ..http.test_serve import process
 
@@ -50,7 +50,6 @@ Events = list[dict[str, Any]]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhooks, "FIRST_RETRY_S", 0.02)
-    monkeypatch.setattr(sender, "WHOLE_S", 0.5)
     monkeypatch.setattr(feed, "POLL_S", 0.02)
 
 
@@ -136,7 +135,10 @@ def test_what_was_not_taken_is_told_again_in_order(client: httpx2.Client, status
         assert len({seen.headers["webhook-id"] for seen in tries}) == 1
 
 
-def test_a_receiver_that_hangs_delays_no_other_and_is_told_later(client: httpx2.Client) -> None:
+def test_a_receiver_that_hangs_delays_no_other_and_is_told_later(
+    client: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "WHOLE_S", 2.0)
     hangs = threading.Event()
     with (
         served(lambda _: Reply() if hangs.is_set() else None) as slow,
@@ -191,7 +193,7 @@ def test_a_kill_between_commit_and_delivery_loses_nothing(tmp_path: Path) -> Non
                 next(lines)
                 service.popen.send_signal(signal.SIGTERM)
                 assert [*lines][-1] == "", "a stream ends as the service drains, and is not cut off"
-            assert service.popen.wait(10) == 0
+            assert service.popen.wait(SOON_S) == 0
 
 
 def test_keys_have_webhooks_of_their_tenants_alone(client: httpx2.Client, running: Running) -> None:
@@ -373,16 +375,17 @@ def test_a_name_that_hangs_takes_one_thread(monkeypatch: pytest.MonkeyPatch) -> 
 
     def look(host: str, *more: Any, **how: Any) -> Any:
         asked.append(host)
-        return go.wait(9) and [] if host == "hung.example" else real(host, *more, **how)
+        return go.wait(60) and [] if host == "hung.example" else real(host, *more, **how)
 
     monkeypatch.setattr(socket, "getaddrinfo", look)
+    monkeypatch.setattr(sender, "WHOLE_S", 0.5)
 
     async def post_many() -> None:
         sending = Sender(())
         tries = [sending.post("https://hung.example/", "whsec_AAAA", "id", b"", 0) for _ in range(40)]
         failed = await asyncio.gather(*tries, return_exceptions=True)
         assert {str(error) for error in failed} == {"TimeoutError"}
-        assert await asyncio.wait_for(sending.resolve("localhost"), 0.5)
+        assert await asyncio.wait_for(sending.resolve("localhost"), 30)
         assert await sending.resolve("8.8.8.8") == ["8.8.8.8"]
         assert asked == ["hung.example", "localhost"]
         go.set()

@@ -198,7 +198,7 @@ def test_a_free_port_is_the_same_at_every_address(host: str) -> None:
 
 def test_a_second_service_is_refused(tmp_path: Path) -> None:
     with process(tmp_path, "--insecure-no-auth", "--inspect") as first:
-        assert httpx2.get(f"{first.url}/inspect").status_code == 200
+        assert httpx2.get(f"{first.url}/inspect", timeout=SOON_S).status_code == 200
         ran = run("serve", "--store", tmp_path, "--port", "0", "--insecure-no-auth")
         assert ran.code == 1
         assert "is being written by process" in ran.err

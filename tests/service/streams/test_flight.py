@@ -92,7 +92,7 @@ def test_a_killed_server_has_lost_and_doubled_nothing_once_the_call_is_repeated(
         again = put(address(running), table, "crm", "monday")
         assert sum(answer["new_turns"] for answer in again) == 0
         running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(30) == 0, running.err
+        assert running.process.wait(120) == 0, running.err
     assert stored(store) == expected
 
 
@@ -209,7 +209,7 @@ def test_sigterm_waits_for_no_silent_client(tmp_path: Path) -> None:
         writer.write_table(table)
         assert orjson.loads(answers.read().to_pybytes())["new_turns"] == 3
         running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(30) == 0, running.err
+        assert running.process.wait(120) == 0, running.err
     assert turns_in(tmp_path / "s") == 3
 
 

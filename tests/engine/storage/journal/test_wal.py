@@ -132,10 +132,10 @@ def test_segments_that_a_flush_could_not_remove_are_removed_before_a_purge_besid
         moving = journal.move_until(1)
         assert moving is not None
         with pytest.raises(OSError, match="busy"):
-            moving.result(10)
+            moving.result(60)
     assert segments(store)
     while (moving := journal.move_until(1)) is not None:
-        moving.result(10)
+        moving.result(60)
     assert not segments(store) and texts(journal) == ["a"]
 
 
