@@ -120,6 +120,8 @@ class Inbox:
         self._lines: OrderedDict[str, deque[Ticket]] = OrderedDict()
         self._line_turns = 0
         self._blocks: deque[Block] = deque()
+        # who gets the odd turn next, if turns wait in both: 1: the lines, 0: the blocks
+        self._odd = 1
 
     def __len__(self) -> int:
         return self._line_turns + sum(map(len, self._blocks))
@@ -174,14 +176,12 @@ class Inbox:
     def take(self, count: int) -> Batch:
         """Remove and return up to `count` turns: an equal share of each tenant's line, and of blocks.
 
-        Where turns wait in both, half of the count is for the lines.
+        Where turns wait in both, half of the count is for each, and what one does not need is for the other.
         """
-        if not self._blocks:
-            taken = self._take_of_lines(count)
-            return Batch(TurnColumns.of([ticket.turn for ticket in taken]), taken)
-        taken = self._take_of_lines(-(-count // 2))
-        columns = [TurnColumns.of([ticket.turn for ticket in taken])] if taken else []
+        taken = self._take_of_lines((count + self._odd) // 2 if self._blocks else count)
+        self._odd ^= 1
         count -= len(taken)
+        columns: list[TurnColumns] = []
         parts: list[tuple[Block, int]] = []
         rows: list[Row] = []
         while self._blocks and count > 0 and self._may_serve(self._blocks[0]):
@@ -192,6 +192,9 @@ class Inbox:
             count -= block.taken - start
             if not len(block):
                 rows += self._blocks.popleft().rows
+        taken += self._take_of_lines(count)  # of other tenants than those of the blocks: see `_may_serve`
+        if taken or not parts:
+            columns = [TurnColumns.of([ticket.turn for ticket in taken]), *columns]
         return Batch(TurnColumns.joined(columns), taken, parts, rows)
 
     def _take_of_lines(self, count: int) -> list[Ticket]:
@@ -207,6 +210,7 @@ class Inbox:
 
     def put_back(self, batch: Batch) -> None:
         """Undo the last `take`: lines, blocks and turns return to the front in their former order."""
+        self._odd ^= 1
         for block, count in reversed(batch.parts):
             if not len(block):
                 self._blocks.appendleft(block)

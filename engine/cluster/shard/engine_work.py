@@ -244,8 +244,9 @@ class EngineWork:
             self._failed = failure
             return
         self._busy = True
+        under_way = len(self.calls)
         self.calls.settle(self._release)
-        self._waits.repeat(self._run_command)
+        self._go_on_waiting(under_way)
 
     def _recover_apart(self) -> None:
         error, self._failed, self._evictions = self._failed, None, None
@@ -372,16 +373,12 @@ class EngineWork:
 
     def _work(self, apart: bool = False) -> None:
         """One step, if there is work: feed and settle calls, then repeat the waiting commands."""
-        self._busy = False
+        self._busy, under_way = False, len(self.calls)
         if apart and self._long and self._committed_last:  # a commit and what else takes long take turns
             self._committed_last = False
         elif self.calls or self.supervisor.has_work:
-            under_way = len(self.calls)
             self._step(apart)
             if self.commits or self._failed is not None:
-                return
-            if self.on_loop and len(self.calls) < under_way and self._waits.gives_way:
-                self._busy = True  # the answers are sent first
                 return
         elif self.supervisor.due:
             self._busy = True
@@ -389,7 +386,14 @@ class EngineWork:
                 self.supervisor.open()
             except Exception as error:  # noqa: BLE001 - the status shows it, and the next call raises it
                 log.warning("shard %s cannot be opened: %s", self._shard, error)
-        self._waits.repeat(self._run_command)
+        self._go_on_waiting(under_way)
+
+    def _go_on_waiting(self, under_way: int) -> None:
+        """Repeat the waiting commands. First the answers to calls are sent; so many were under way."""
+        if self.on_loop and len(self.calls) < under_way and self._waits.gives_way:
+            self._busy = True
+        else:
+            self._waits.repeat(self._run_command)
 
     def _step(self, apart: bool) -> None:
         """`apart`: a slow commit, and recovery from an error, are left to `long_part`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf, log2
 from time import perf_counter
@@ -46,6 +46,9 @@ class _Use:
 
     rank: float = -inf
     typical_s: float = LEAST_S
+    # held by the next part of long work, and when one last gave way for as long as it may
+    part: asyncio.Lock = field(default_factory=asyncio.Lock)
+    gave_way_s: float = -inf
 
     def add(self, seconds: float, now_s: float) -> None:
         now = now_s / HALF_LIFE_S
@@ -171,12 +174,22 @@ class FairTurns:
             await self._line.wait(turn.tenant, use.rank)
         self._served[turn] = self._clock_s()
 
-    async def give_way(self, tenant: str) -> None:
-        """Between parts of long work: others' callbacks run, and lighter requests that began just now."""
-        await asyncio.sleep(0)
-        use, until_s = self.use_of(tenant), self._clock_s() + HELD_S
-        while self._held_s(use) > 0 and self._clock_s() < until_s:
-            await asyncio.sleep(GIVE_WAY_S)
+    async def give_way(self, tenant: str, used_s: float = 0.0) -> None:
+        """Between parts of long work: others' callbacks run, and lighter requests that began just now.
+
+        One part of a tenant begins in an iteration. `used_s`: what no Turn counts of the part before.
+        """
+        use = self.use_of(tenant)
+        if used_s:
+            use.add(used_s, self._clock_s())
+        async with use.part:
+            await asyncio.sleep(0)
+            until_s = self._clock_s() + HELD_S
+            while use.gave_way_s + HELD_S < self._clock_s() and self._held_s(use) > 0:
+                if self._clock_s() >= until_s:
+                    use.gave_way_s = until_s  # then its parts go on for as long
+                else:
+                    await asyncio.sleep(GIVE_WAY_S)
 
     def end(self, turn: Turn, seconds: float) -> None:
         """The request has ended, and used the loop for so long."""

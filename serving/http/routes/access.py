@@ -117,7 +117,7 @@ class GuardedRoute(APIRoute):
             extra = dict(more.get("openapi_extra") or {})
             more["openapi_extra"] = {**extra, "parameters": [*extra.get("parameters", []), IDEMPOTENCY_KEY]}
         super().__init__(path, endpoint, **more)
-        # else a body that was sent all the same is not waited for, and neither is the turn that follows it
+        # of others the turn comes first: whoever reads no body does not wait for what comes after it
         self._reads_body = self.body_field is not None or access.imports
         self._serve: ASGIApp = DirectEndpoint(endpoint) if access.direct else super().handle
 
@@ -152,11 +152,12 @@ class GuardedRoute(APIRoute):
                 receive, headers, *self._bounds(service.settings), grace_s=service.settings.body_timeout_s
             )
             turn = service.turns.turn(name, scope)
-            if self._reads_body:
+            is_once = self.access.once and KEY_HEADER in headers
+            if self._reads_body or is_once:
                 receive = turn.after_body(receive)
             else:
                 await turn.begin()
-            if self.access.once and KEY_HEADER in headers:
+            if is_once:
                 owner = None if tenant is None else service.memories.tenant_key(tenant)
                 sender = KeyOwner(key_id, tenant, owner, erases=self.access.scope is Scope.ERASE)
                 work: Awaitable[None] = answer_once(service.once, sender, self._serve, scope, receive, send)

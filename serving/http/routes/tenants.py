@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Annotated, Any
 
 import orjson
@@ -113,15 +114,18 @@ async def export(
 
 
 async def _lines(
-    records: AsyncGenerator[Mapping[str, Any]], give_way: Callable[[], Awaitable[None]]
+    records: AsyncGenerator[Mapping[str, Any]], give_way: Callable[[float], Awaitable[None]]
 ) -> AsyncGenerator[bytes]:
     """JSON lines, in chunks of about CHUNK_BYTES, each after it has given way to others."""
-    chunk = bytearray()
+    chunk, used_s = bytearray(), 0.0
     async with aclosing(records) as stream:
         async for record in stream:
+            began_s = perf_counter()
             chunk += orjson.dumps(record) + b"\n"
+            used_s += perf_counter() - began_s
             if len(chunk) >= CHUNK_BYTES:
-                await give_way()
+                await give_way(used_s)
+                used_s = 0.0
                 yield bytes(chunk)
                 chunk.clear()
     if chunk:

@@ -221,12 +221,10 @@ for n in range(300):
 
 
 def test_processes_write_while_the_log_is_moved_and_no_line_is_lost(path: Path) -> None:
+    pipe = subprocess.PIPE
     writers = {
         name: subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", WRITER, str(path), name], stdin=pipe, stdout=pipe, text=True
         )
         for name in ("00000000000a", "00000000000b", "00000000000c")
     }

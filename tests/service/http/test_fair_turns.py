@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import Counter
@@ -159,7 +160,21 @@ async def test_long_work_gives_way_to_lighter_requests_that_have_just_begun() ->
     world.now_s = fair_turns.HELD_S
     await asyncio.wait_for(held, SOON_S)
     assert not light.done(), "nobody is given way to for longer"
+    await asyncio.wait_for(world.turns.give_way("heavy"), SOON_S)  # nor at once again
     light.cancel()
+
+
+async def test_parts_of_one_tenant_begin_in_iterations_of_their_own_and_count_as_its_use() -> None:
+    world, parts, most = World(), list[int](), 0
+    tasks = [asyncio.create_task(world.turns.give_way("heavy", 0.1)) for _ in range(10)]
+    for task in tasks:
+        task.add_done_callback(lambda _: parts.append(1))
+    while not all(task.done() for task in tasks):
+        before = len(parts)
+        await asyncio.sleep(0)
+        most = max(most, len(parts) - before)
+    assert most == 1
+    assert world.turns.use_of("heavy").rank == pytest.approx(math.log2(1.0), abs=1e-3)
 
 
 async def test_a_large_answer_is_written_in_parts_between_which_it_gives_way() -> None:

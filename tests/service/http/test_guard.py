@@ -24,6 +24,7 @@ from undertow.serving.http.service_settings import ServiceSettings
 
 from ...support.cluster.in_process import settings as engine_settings
 from ...support.service.http import Running, at, is_problem, said, serving
+from ...support.service.wire import Wire
 
 OPEN = {"/health/live", "/health/ready"}
 
@@ -94,6 +95,16 @@ def test_every_request_waits_for_its_turn(running: Running, monkeypatch: pytest.
         begun.clear()
         with running.client().stream(method, where, content=b"{}", headers=own):
             assert begun == ([] if access.scope is None else ["waits" if "{tenant}" in path else ""]), where
+    begun.clear()
+    with Wire(running) as wire:  # a body that is kept for repeats is waited for before the turn
+        headers = "Idempotency-Key: once", "Content-Length: 2"
+        wire.head(running.key(), *headers, path=at("waits", "/flush"))
+        for _ in range(3):
+            running.client().get(at("waits", "/stats"))
+        assert len(begun) == 3
+        wire.socket.sendall(b"{}")
+        assert wire.answer().status == 404
+    assert len(begun) == 4
 
 
 def test_no_request_is_handed_to_a_thread_of_the_framework(running: Running) -> None:
