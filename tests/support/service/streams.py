@@ -30,7 +30,7 @@ from undertow.engine.tenants.registry import ArenaFull
 from ..cli import TOPICS, contents, run, turn_line, write_log
 from ..cluster.processes import Command
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 TENANTS = ("ada", "bo", "cy")
 # The cluster lives as long as its process's standard input is open. Its first rebalance waits for members for
 # three seconds by default, which Python's interface cannot change.
