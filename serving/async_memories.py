@@ -69,7 +69,7 @@ class AsyncMemories:
         """Store turns; durable and searchable on return. One receipt a turn, in order.
 
         InputError: one of them is invalid, and none was stored. QueueFull: too many turns wait. The same call
-        may be sent again, as each turn has its dedupe key.
+        may be sent again, as each turn has its dedupe key. Calls that are under way together have no order.
         """
         if len(turns) <= FEW_TURNS:
             return await self._result(self._router.begin_add(turns))

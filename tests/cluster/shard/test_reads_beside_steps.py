@@ -154,9 +154,9 @@ async def test_searches_do_not_wait_for_a_purge_while_turns_of_many_cold_tenants
         async with asyncio.timeout(SOON_S):
             first, certificates, second = await asyncio.gather(*work)
         assert beside == [True] and len(certificates) == 1
-        for name in cold:
-            seqs = [receipt.seq for receipt in (*first, *second) if receipt.tenant == name]
-            assert seqs == list(range(1, 41))
+        for name in cold:  # calls under way together have no order
+            seqs = [[receipt.seq for receipt in call if receipt.tenant == name] for call in (first, second)]
+            assert sorted(seqs) == [list(range(1, 21)), list(range(21, 41))]
 
 
 async def test_rows_that_a_deletion_makes_obsolete_are_removed_after_a_purge_and_do_not_hold_the_loop(
@@ -166,8 +166,7 @@ async def test_rows_that_a_deletion_makes_obsolete_are_removed_after_a_purge_and
     async with opened(tmp_path) as memories:
         await memories.add(turns_of_topics("ann", 12, "secret"))
         await memories.call(FlushCommand("ann"))
-        episodes = [m for m in await memories.call(MemoriesQuery("ann")) if m.kind == "episode"]
-        assert episodes
+        assert "episode" in {memory.kind for memory in await memories.call(MemoriesQuery("ann"))}
         first = (await memories.call(ListQuery("ann", limit=20))).items[0]
         held = Held(monkeypatch, LanceLog, "rewrite_deleted")
         await memories.call(DeleteCommand(first["id"], "ann"))
