@@ -34,7 +34,7 @@ DEFAULTS = {
     "log_level": "2",
 }
 PROBE_S, DELIVERY_MS = 2.0, 30_000
-# of a commit: the partitions are read again, by us or by another member
+# of a commit in a rebalance: it is repeated for the partitions that stay ours
 LOST = ("ILLEGAL_GENERATION", "UNKNOWN_MEMBER_ID", "REBALANCE_IN_PROGRESS", "_NO_OFFSET", "_ASSIGNMENT_LOST")
 FINAL = (
     "_AUTHENTICATION",
@@ -67,6 +67,8 @@ class KafkaSource(Source):
         self.name = ",".join(topics)
         self._topics, self._dead_letters = tuple(topics), dead_letters
         self._early: list[Delivery] = []
+        # of our partitions: the next offsets of what is stored, until they are committed
+        self._due: dict[Partition, int] = {}
         self._owned: set[Partition] | None = None
         self._ended: set[Partition] = set()
         self._held = False
@@ -96,6 +98,7 @@ class KafkaSource(Source):
         if self._early:
             early, self._early = self._early[:most], self._early[most:]
             return early
+        self._commit_due()
         taken = self._taken(self._consumer.consume(most, wait_s))
         if self._trouble and not taken:
             self._probe()
@@ -103,7 +106,6 @@ class KafkaSource(Source):
 
     def _taken(self, messages: Sequence[Message]) -> list[Delivery]:
         taken = []
-        final: KafkaError | None = None
         for message in messages:
             error = message.error()
             if error is None:
@@ -112,11 +114,9 @@ class KafkaSource(Source):
             elif error.code() == self._kafka.KafkaError._PARTITION_EOF:
                 self._ended.add(_partition(message))
             elif self._is_final(error):
-                final = error
+                raise StreamError(f"{self.name} cannot be read: {error.str()}")
             else:
                 self._note(error)
-        if final is not None:
-            raise StreamError(f"{self.name} cannot be read: {final.str()}")
         if taken:
             self._trouble = ""
         return taken
@@ -142,7 +142,7 @@ class KafkaSource(Source):
         self._trouble = ""
 
     def is_caught_up(self) -> bool:
-        return self._owned is not None and self._owned <= self._ended and not self._early
+        return self._owned is not None and self._owned <= self._ended and not self._early and not self._due
 
     # ---- the group
 
@@ -155,14 +155,14 @@ class KafkaSource(Source):
         added = {(p.topic, p.partition) for p in partitions}
         self._owned = (self._owned or set()) | added
         self._ended -= added
-        if self._held:
-            self._held = False  # librdkafka assigns them after this call; `hold` comes again
+        self._held = False  # librdkafka assigns them after this call; `hold` comes again
 
     def _revoke(self, _: Any, partitions: Sequence[TopicPartition]) -> None:
         """What was read of these and is not stored is read again, by whoever has them now."""
         gone = {(p.topic, p.partition) for p in partitions}
         self._owned = (self._owned or set()) - gone
         self._ended -= gone
+        self._due = {partition: offset for partition, offset in self._due.items() if partition not in gone}
         self._early = [delivery for delivery in self._early if _partition(delivery.raw) not in gone]
 
     def hold(self) -> None:
@@ -179,37 +179,33 @@ class KafkaSource(Source):
 
     def bury(self, letters: Sequence[Letter]) -> None:
         assert self._producer is not None and self._dead_letters is not None
-        failed: list[KafkaError] = []
-
-        def delivered(error: KafkaError | None, _: Message) -> None:
-            if error is not None:
-                failed.append(error)
-
+        errors: list[KafkaError | None] = []
         for letter in letters:
             raw: Message = letter.delivery.raw
-            self._producer.produce(
-                self._dead_letters, raw.value(), raw.key(), headers=_headers(letter), on_delivery=delivered
-            )
+            more = {"headers": _headers(letter), "on_delivery": lambda error, _: errors.append(error)}
+            self._producer.produce(self._dead_letters, raw.value(), raw.key(), **more)
         if self._producer.flush(DELIVERY_MS / 1_000):
             raise Unavailable(f"the dead letters to {self._dead_letters} are not acknowledged.")
-        for error in failed:
+        for error in (error for error in errors if error is not None):
             kind = StreamError if self._is_final(error) else Unavailable
             raise kind(f"a dead letter to {self._dead_letters} was refused: {error.str()}.")
 
     def commit(self, batch: Sequence[Delivery]) -> None:
-        next_offsets = {_partition(d.raw): d.raw.offset() + 1 for d in batch}
-        offsets = [
-            self._kafka.TopicPartition(*partition, offset)
-            for partition, offset in next_offsets.items()
-            if partition in (self._owned or ())
-        ]
-        if not offsets:
+        ours = self.partitions
+        self._due |= {p: d.raw.offset() + 1 for d in batch if (p := _partition(d.raw)) in ours}
+        self._commit_due()
+
+    def _commit_due(self) -> None:
+        if not self._due:
             return
+        offsets = [self._kafka.TopicPartition(*partition, offset) for partition, offset in self._due.items()]
         try:
-            errors = [p.error for p in self._consumer.commit(offsets=offsets, asynchronous=False) if p.error]
+            committed = self._consumer.commit(offsets=offsets, asynchronous=False)
+            refusals = {(p.topic, p.partition): p.error for p in committed if p.error}
         except self._kafka.KafkaException as error:
-            errors = [error.args[0]]
-        for refusal in errors:
+            refusals = dict.fromkeys(self._due, error.args[0])
+        self._due = {partition: self._due[partition] for partition in refusals}
+        for refusal in refusals.values():
             if refusal.name() not in LOST:
                 kind = StreamError if self._is_final(refusal) else Unavailable
                 raise kind(f"the offsets of {self.name} cannot be committed: {refusal.str()}.")

@@ -47,12 +47,12 @@ def consumed(brokers: MockKafka, topic: str, store: Path, *more: str) -> Ran:
     return run(*arguments(brokers, topic, store, "--until-end", *more))
 
 
-def test_a_topic_is_stored_as_a_file_is_and_its_messages_again_change_nothing(
-    brokers: MockKafka, tmp_path: Path
-) -> None:
+def test_a_topic_is_stored_as_a_file_is_and_again_changes_nothing(brokers: MockKafka, tmp_path: Path) -> None:
     topic, lines = next(TOPICS), stream_of(40)
     expected = ingested(tmp_path, lines)
     brokers.add(topic, lines)
+    for _ in range(3):
+        brokers.refuse_a_commit()
     done = consumed(brokers, topic, tmp_path / "s")
     assert (done.code, done.doc["read"], done.doc["stored"], done.doc["already_there"]) == (0, 120, 120, 0)
     assert stored(tmp_path / "s") == expected
@@ -82,9 +82,7 @@ def test_kills_at_random_moments_lose_and_double_nothing(brokers: MockKafka, tmp
     assert stored(store) == ingested(tmp_path, lines)
 
 
-def test_bad_messages_are_set_aside_whole_with_place_field_and_cure(
-    brokers: MockKafka, tmp_path: Path
-) -> None:
+def test_bad_messages_are_set_aside_with_place_field_and_cure(brokers: MockKafka, tmp_path: Path) -> None:
     topic, lines = next(TOPICS), stream_of(20)
     brokers.add(topic, lines[:30])
     message = b'{"tenant": "bo", "messages": [{"role": "user", "content": "x"}]}'
@@ -114,9 +112,7 @@ def test_bad_messages_are_set_aside_whole_with_place_field_and_cure(
     assert sum(brokers.committed(topic, "g").values()) == len(lines) + len(bad)
 
 
-def test_without_a_dead_letter_topic_a_bad_message_ends_the_run_before_its_offset(
-    brokers: MockKafka, tmp_path: Path
-) -> None:
+def test_without_a_dead_letter_topic_a_bad_message_ends_the_run(brokers: MockKafka, tmp_path: Path) -> None:
     topic = next(TOPICS)
     brokers.add(topic, stream_of(5, ["ada"]))
     brokers.send(topic, b"{nope", "ada")
@@ -129,9 +125,7 @@ def test_without_a_dead_letter_topic_a_bad_message_ends_the_run_before_its_offse
 
 
 @pytest.mark.rarely
-def test_brokers_that_hang_are_waited_for_and_missing_ones_are_reported(
-    brokers: MockKafka, tmp_path: Path
-) -> None:
+def test_hanging_brokers_are_waited_for_and_missing_ones_reported(brokers: MockKafka, tmp_path: Path) -> None:
     topic, lines, store = next(TOPICS), stream_of(60), tmp_path / "s"
     brokers.add(topic, lines[:90])
     with Command(tmp_path / "c", *arguments(brokers, topic, store)) as running:

@@ -30,7 +30,7 @@ from undertow.engine.tenants.registry import ArenaFull
 from ..cli import TOPICS, contents, run, turn_line, write_log
 from ..cluster.processes import Command
 
-WAIT_S = 240.0
+WAIT_S = 60.0
 TENANTS = ("ada", "bo", "cy")
 # The cluster lives as long as its process's standard input is open. Its first rebalance waits for members for
 # three seconds by default, which Python's interface cannot change.
@@ -46,7 +46,9 @@ client = rdkafka.rd_kafka_new(0, pointer(rdkafka.rd_kafka_conf_new()), ctypes.cr
 cluster = pointer(rdkafka.rd_kafka_mock_cluster_new(pointer(client), 3))
 rdkafka.rd_kafka_mock_group_initial_rebalance_delay_ms(cluster, 300)
 print(rdkafka.rd_kafka_mock_cluster_bootstraps(cluster).decode(), flush=True)
-sys.stdin.read()
+OFFSET_COMMIT, REBALANCE_IN_PROGRESS = 8, 27
+for _ in sys.stdin:
+    rdkafka.rd_kafka_mock_push_request_errors(cluster, OFFSET_COMMIT, pointer(1), REBALANCE_IN_PROGRESS)
 """
 
 
@@ -155,6 +157,10 @@ class MockKafka:
             return {p.partition: p.offset for p in reader.committed(asked, timeout=WAIT_S) if p.offset >= 0}
         finally:
             reader.close()
+
+    def refuse_a_commit(self) -> None:
+        """Answer the next one of offsets as in a rebalance."""
+        print(file=self.process.stdin, flush=True)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
