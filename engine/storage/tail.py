@@ -30,11 +30,11 @@ Commit = tuple[int, pa.RecordBatch, int]
 class Tail:
     """Owns the log of a writer, the rows in it, and the thread that moves them to Lance in the background.
 
-    `move` appends batches to Lance as one version. While a flush is under way nobody else may use the table:
+    `move` appends rows to Lance as one version. While a flush is under way nobody else may use the table:
     call `settle` first.
     """
 
-    def __init__(self, wal: WriteAheadLog, move: Callable[[Sequence[pa.RecordBatch]], None]) -> None:
+    def __init__(self, wal: WriteAheadLog, move: Callable[[pa.RecordBatch], None]) -> None:
         self._wal = wal
         self._move = move
         self._waiting: list[Commit] = []
@@ -127,8 +127,7 @@ class Tail:
             log.warning("the log waits to be moved to Lance: %s. Free some space.", error)
 
 
-def _numbered(commits: Sequence[Commit]) -> list[pa.RecordBatch]:
-    """Each commit with its lsns and its epoch, which one writer has given in a row."""
+def _numbered(commits: Sequence[Commit]) -> pa.RecordBatch:
+    """All their rows, with lsns and the epoch, which one writer has given in a row."""
     first_lsn, _, epoch = commits[0]
-    rows = numbered(pa.concat_batches([batch for _, batch, _ in commits]), first_lsn, epoch)
-    return [rows.slice(lsn - first_lsn, batch.num_rows) for lsn, batch, _ in commits]
+    return numbered(pa.concat_batches([batch for _, batch, _ in commits]), first_lsn, epoch)
