@@ -22,7 +22,6 @@ ROWS_PER_FLUSH = 32_768
 # Beyond so many times that, an append waits for the flush.
 MOST_FLUSHES = 4
 
-
 Commit = tuple[int, pa.RecordBatch, int]
 """The first lsn of its rows, the rows without lsns and epochs, and the epoch of the writer."""
 

@@ -72,7 +72,7 @@ class Service:
         self.jobs = JobQueue(state, self.settings)
         self.readiness = Readiness(memories, llm=engine.llm_url is not None)
         self.metrics = HTTPMetrics()
-        self.admission = Admission(self.settings.max_wait_s, self.metrics.note_unread)
+        self.admission = Admission(self.settings, self.metrics.note_unread)
         self.feed = Feed(memories)
         send = sender.Sender(self.settings.webhook_networks)
         self.webhooks = webhooks.Webhooks(memories, self.feed, send, self.metrics)

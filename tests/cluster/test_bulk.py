@@ -343,9 +343,7 @@ def test_strict_stores_the_parts_before_the_refused_input_alone(root: Location, 
 
 
 @pytest.mark.usefixtures("ray_address")
-def test_a_shard_that_fails_does_not_keep_the_others_from_their_turns(
-    root: Location, logs: list[Log]
-) -> None:
+def test_a_shard_that_fails_does_not_keep_others_from_their_turns(root: Location, logs: list[Log]) -> None:
     expected, owner, kept = one_process_order(logs), load(root).owner, Kept()
     mine = frozenset(t for t in expected if owner(t) == "a")
     kept.broken = mine

@@ -118,9 +118,7 @@ def test_the_wheel_holds_every_file_of_the_packages(archives: tuple[Path, Path])
     assert shipped - {"__init__.py", "py.typed"} == ours - NOT_SHIPPED
 
 
-def test_the_wheel_has_the_same_bytes_whenever_it_is_built(
-    archives: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_wheel_has_the_same_bytes_whenever_it_is_built(archives: tuple[Path, Path], tmp_path: Path) -> None:
     wheels = []
     for day in (1_600_000_000, 1_700_000_000):
         shutil.copytree(archives[0].parent / "checkout", tmp_path / str(day), symlinks=True)

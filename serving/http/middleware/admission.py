@@ -11,6 +11,8 @@ from time import perf_counter
 
 from starlette.types import Scope
 
+from undertow.serving.http.service_settings import ServiceSettings
+
 log = logging.getLogger(__name__)
 
 # in a request's scope: what is called when it waits no longer
@@ -27,16 +29,18 @@ def leave(scope: Scope) -> None:
 
 
 class Admission:
-    """At most as many requests wait as the loop begins in `max_wait_s`, by what it has begun lately.
+    """No more requests wait than the loop begins in `max_wait_s` at its recent pace.
 
     A tenant with fewer waiting requests than others is not refused for theirs.
     """
 
-    def __init__(self, max_wait_s: float, tell: Callable[[int], None]) -> None:
+    def __init__(self, settings: ServiceSettings, tell: Callable[[int], None]) -> None:
         """`tell`: is told how many were refused."""
-        self._max_wait_s, self._tell = max_wait_s, tell
+        self._max_wait_s, self._tell = settings.max_wait_s, tell
+        # fewer than fill the share of a key, whose refusals cost more
+        self._bound = 3 * settings.max_key_requests // 4
         self.waiting: Counter[bytes] = Counter()
-        self.most = max(LEAST_WAITING, int(FIRST_PER_S * max_wait_s))
+        self.most = self._most_at(FIRST_PER_S)
         # since when some wait without a break, how long they did before, and how many have begun in all that
         self._since_s, self._busy_s, self._begun, self._refused = 0.0, 0.0, 0, 0
 
@@ -67,17 +71,15 @@ class Admission:
                 del self.waiting[tenant]
         place.clear()
         if self._busy_s >= MEASURED_S:
-            self.most = max(LEAST_WAITING, round(self._begun / self._busy_s * self._max_wait_s))
+            self.most = self._most_at(self._begun / self._busy_s)
             self._busy_s, self._begun = 0.0, 0
+
+    def _most_at(self, per_s: float) -> int:
+        return max(LEAST_WAITING, min(self._bound, round(per_s * self._max_wait_s)))
 
     def tell(self) -> None:
         """Tell of all refusals since the last time, in one log line."""
         refused, self._refused = self._refused, 0
         self._tell(refused)
-        fields = {
-            "problem": "overload",
-            "refused": refused,
-            "waiting": self.waiting.total(),
-            "most": self.most,
-        }
-        log.warning("requests refused unread", extra={"fields": fields})
+        counts = {"refused": refused, "waiting": self.waiting.total(), "most": self.most}
+        log.warning("requests refused unread", extra={"fields": {"problem": "overload", **counts}})

@@ -161,9 +161,7 @@ def test_a_failed_answer_is_charged_its_earlier_calls_too(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_disconnects_ends_the_call_and_is_charged_the_most(
-    tmp_path: Path, stream: bool
-) -> None:
+def test_a_client_that_leaves_ends_the_call_and_is_charged_the_most(tmp_path: Path, stream: bool) -> None:
     scripted = Scripted()
     scripted.waits = True
     with serving(tmp_path, wrap=scripted.around) as running:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import orjson
 import pytest
@@ -19,6 +20,7 @@ from undertow.serving.http.middleware.admission import LEAST_WAITING, Admission
 from undertow.serving.http.middleware.fair_turns import FairTurns, Turn
 from undertow.serving.http.protocol import tenant_in
 from undertow.serving.http.routes.json_pages import AT_ONCE, written
+from undertow.serving.http.service_settings import ServiceSettings
 
 from ...support.llm_servers import wait_until
 from ...support.service.http import SOON_S, Running, at, is_problem, said, serving
@@ -297,11 +299,11 @@ async def test_errors_and_cancellation_reach_the_work_and_the_caller() -> None:
     assert not world.turns._served
 
 
-@pytest.mark.parametrize(("each_s", "most"), [(0.001, 100), (0.002, 50), (0.1, LEAST_WAITING)])
+@pytest.mark.parametrize(("each_s", "most"), [(0.001, 96), (0.002, 50), (0.1, LEAST_WAITING)])
 def test_so_many_may_wait_as_the_loop_begins_in_the_time(
     each_s: float, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now_s, limits = 0.0, Admission(0.1, print)
+    now_s, limits = 0.0, Admission(ServiceSettings(), print)
     monkeypatch.setattr(admission, "perf_counter", lambda: now_s)
     for count in (round(1 / each_s), 200):
         for leave in [limits.enter(b"ann") for _ in range(count)]:
@@ -312,7 +314,7 @@ def test_so_many_may_wait_as_the_loop_begins_in_the_time(
 
 
 async def test_a_tenant_with_few_waiting_requests_is_not_refused_for_those_of_others() -> None:
-    limits = Admission(0.1, print)
+    limits = Admission(ServiceSettings(), print)
     while not limits.refuses(b"hostile"):
         limits.enter(b"hostile")
     names = [b"%d" % n for n in range(10 * limits.most)]
@@ -326,7 +328,7 @@ async def test_a_tenant_with_few_waiting_requests_is_not_refused_for_those_of_ot
 
 async def test_refusals_are_counted_and_told_together(caplog: pytest.LogCaptureFixture) -> None:
     told: list[int] = []
-    limits = Admission(0.1, told.append)
+    limits = Admission(ServiceSettings(), told.append)
     leave, *_ = [limits.enter(b"ann") for _ in range(limits.most)]
     assert all(limits.refuses(b"ann") for _ in range(1_000)) and not caplog.records
     limits.tell()
@@ -415,6 +417,18 @@ def test_in_overload_health_and_metrics_are_answered_and_tell_of_the_refusals(ru
         assert client.get(path).status_code == 200
     assert client.get("/v1/tenants").status_code == 429
     wait_until(lambda: 'undertow_http_refused_total{reason="overload"}' in client.get("/metrics").text)
+
+
+def test_refusals_keep_their_own_places(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[int] = []
+    told = AsyncMock(side_effect=lambda: waiting.append(running.service.admission.waiting.total()))
+    monkeypatch.setattr(FairTurns, "refusal", told)
+    monkeypatch.setitem(running.service.load._counts, ("tenant", "ann"), 32)
+    with Wire(running) as wire:
+        for key, line in (("no key", b"HTTP/1.1 401"), (running.key(), b"HTTP/1.1 429")):
+            wire.socket.sendall(asked(key))
+            hear(wire, line, 1)
+    assert waiting == [0, 1]
 
 
 def test_requests_leave_their_places_whatever_becomes_of_them(running: Running) -> None:

@@ -189,9 +189,7 @@ def test_an_erasure_that_is_repeated_under_its_key_erases_nothing_new(client: ht
     assert client.get(at("hal", "/stats")).json()["turns"] == 1
 
 
-def test_a_key_that_names_the_tenant_cannot_erase_it_as_a_job(
-    running: Running, client: httpx2.Client
-) -> None:
+def test_a_key_that_names_a_tenant_cannot_erase_it_as_a_job(running: Running, client: httpx2.Client) -> None:
     add(client, "ida", "hi")
     own = running.client(Scope.ERASE, tenants=("ida",))
     refused = is_problem(own.delete(at("ida"), headers=ASYNC), 422, "input")

@@ -118,9 +118,7 @@ BAD: dict[str, tuple[dict[Any, Any], str | None]] = {
 }
 
 
-def test_bad_entries_are_set_aside_whole_with_place_field_and_cure(
-    server: RedisServer, tmp_path: Path
-) -> None:
+def test_bad_entries_are_set_aside_with_place_field_and_cure(server: RedisServer, tmp_path: Path) -> None:
     lines = stream_of(60)
     server.add("chat", lines[:90])
     ids = [server.client.xadd("chat", fields) for fields, _ in BAD.values()]

@@ -159,9 +159,7 @@ def test_the_program_erases_as_the_engine_does(store: Path, marked: Marked) -> N
 # ---- erased, not yet purged
 
 
-def test_without_now_it_is_gone_at_once_and_its_bytes_with_the_next_purge(
-    store: Path, marked: Marked
-) -> None:
+def test_without_now_it_is_gone_at_once_and_its_bytes_at_the_next_purge(store: Path, marked: Marked) -> None:
     before, vectors, rows = end_state(store), vectors_of(store, marked.name), count_rows(store, marked.name)
     ids = ids_of(store, marked.name)
     with opened(store) as engine:
