@@ -262,14 +262,14 @@ class Journal(JournalReads):
         """Whether rows of the tenant are in the log, and not in Lance."""
         return self._tail is not None and self._tail.holds(self.info.tenant_key(tenant))
 
-    def _move(self, rows: pa.RecordBatch) -> None:
+    def _move(self, rows: pa.Table) -> None:
         """Append rows to Lance, but for those that landed there when an earlier attempt seemed to fail."""
         if self._unsure:
             self._table.reload()
             rows = rows.slice(min(max(self._look() - rows["lsn"][0].as_py(), 0), rows.num_rows))
         self._unsure = True
         if rows.num_rows:
-            self._table.append(pa.Table.from_batches([rows]))
+            self._table.append(rows)
         self._follow()
         self._unsure = False
         self._note_commit()

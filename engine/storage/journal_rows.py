@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -69,6 +69,7 @@ class Row:
 
 
 Rows: TypeAlias = Row | pa.RecordBatch
+R = TypeVar("R", pa.RecordBatch, pa.Table)
 """One row, or several as a batch with the columns of SCHEMA, whose lsn and epoch are set on append."""
 
 
@@ -96,11 +97,11 @@ class RowStream:
         return numbered(batch, first, self._epoch)
 
 
-def numbered(batch: pa.RecordBatch, first_lsn: int, epoch: int) -> pa.RecordBatch:
-    """The batch with lsns from `first_lsn` on, and an epoch."""
-    lsns, columns = np.arange(first_lsn, first_lsn + batch.num_rows), batch.columns
+def numbered(rows: R, first_lsn: int, epoch: int) -> R:
+    """The rows with lsns from `first_lsn` on, and an epoch."""
+    lsns, columns = np.arange(first_lsn, first_lsn + rows.num_rows), rows.columns
     columns[_LSN], columns[_EPOCH] = pa.array(lsns), pa.array(np.full_like(lsns, epoch))
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    return type(rows).from_arrays(columns, schema=SCHEMA)
 
 
 def in_batches(rows: Iterable[Rows]) -> Iterator[pa.RecordBatch]:

@@ -33,7 +33,7 @@ class Tail:
     call `settle` first.
     """
 
-    def __init__(self, wal: WriteAheadLog, move: Callable[[pa.RecordBatch], None]) -> None:
+    def __init__(self, wal: WriteAheadLog, move: Callable[[pa.Table], None]) -> None:
         self._wal = wal
         self._move = move
         self._waiting: list[Commit] = []
@@ -126,7 +126,7 @@ class Tail:
             log.warning("the log waits to be moved to Lance: %s. Free some space.", error)
 
 
-def _numbered(commits: Sequence[Commit]) -> pa.RecordBatch:
+def _numbered(commits: Sequence[Commit]) -> pa.Table:
     """All their rows, with lsns and the epoch, which one writer has given in a row."""
     first_lsn, _, epoch = commits[0]
-    return numbered(pa.concat_batches([batch for _, batch, _ in commits]), first_lsn, epoch)
+    return numbered(pa.Table.from_batches([batch for _, batch, _ in commits]), first_lsn, epoch)

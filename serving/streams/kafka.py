@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +29,12 @@ Partition = tuple[str, int]
 DEFAULTS = {
     "auto.offset.reset": "earliest",
     "partition.assignment.strategy": "cooperative-sticky",
-    # bounds the messages that are fetched ahead
-    "queued.max.messages.kbytes": "32768",
-    # critical; we report errors ourselves
-    "log_level": "2",
+    "queued.max.messages.kbytes": "32768",  # bounds the messages that are fetched ahead
+    "log_level": "2",  # critical; we report errors ourselves
 }
 PROBE_S, DELIVERY_MS = 2.0, 30_000
-# of a commit in a rebalance: it is repeated for the partitions that stay ours
-LOST = ("ILLEGAL_GENERATION", "UNKNOWN_MEMBER_ID", "REBALANCE_IN_PROGRESS", "_NO_OFFSET", "_ASSIGNMENT_LOST")
+# of a commit in a rebalance: it is made later for the partitions that stay ours
+LATER = ("ILLEGAL_GENERATION", "UNKNOWN_MEMBER_ID", "REBALANCE_IN_PROGRESS", "_NO_OFFSET", "_ASSIGNMENT_LOST")
 FINAL = (
     "_AUTHENTICATION",
     "CLUSTER_AUTHORIZATION_FAILED",
@@ -67,12 +66,11 @@ class KafkaSource(Source):
         self.name = ",".join(topics)
         self._topics, self._dead_letters = tuple(topics), dead_letters
         self._early: list[Delivery] = []
-        # of our partitions: the next offsets of what is stored, until they are committed
+        # of our partitions: the next offsets of what is stored or set aside, until they are committed
         self._due: dict[Partition, int] = {}
         self._owned: set[Partition] | None = None
         self._ended: set[Partition] = set()
-        self._held = False
-        self._trouble, self._probe_due_s = "", 0.0
+        self._held, self._trouble, self._probe_due_s = False, "", 0.0
         shared = {"bootstrap.servers": brokers, "error_cb": self._note}
         given = dict(properties or {})
         reading = {
@@ -206,11 +204,13 @@ class KafkaSource(Source):
             refusals = dict.fromkeys(self._due, error.args[0])
         self._due = {partition: self._due[partition] for partition in refusals}
         for refusal in refusals.values():
-            if refusal.name() not in LOST:
+            if refusal.name() not in LATER:
                 kind = StreamError if self._is_final(refusal) else Unavailable
                 raise kind(f"the offsets of {self.name} cannot be committed: {refusal.str()}.")
 
     def close(self) -> None:
+        with suppress(StreamError, Unavailable):
+            self._commit_due()
         self._consumer.close()
 
 

@@ -29,7 +29,7 @@ def leave(scope: Scope) -> None:
 
 
 class Admission:
-    """No more requests wait than the loop begins in `max_wait_s` at its recent pace.
+    """No more requests wait than the loop begins in `max_wait_s` at its recent pace, or fit in a key's share.
 
     A tenant with fewer waiting requests than others is not refused for theirs.
     """

@@ -84,14 +84,13 @@ class Front:
         try:
             await self._pass(scope, headers, receive, answer)
         except Exception as error:  # noqa: BLE001 - the boundary of a request: it fails, others continue
+            leave(scope)  # a refusal may wait for long, and the tenant may be another's
             if begun:  # the response can only be left incomplete
                 log_failure(log, error)
             else:
                 problem = problem_of(error)
                 scope[SLUG] = problem.slug
                 if problem.status_code in REFUSED:
-                    if problem.status_code != 429:
-                        leave(scope)  # a place of a tenant that is not the caller's
                     await self._turns.refusal()
                 await problem.response_as(scope.get(PROBLEM_MEDIA, MEDIA_TYPE))(scope, receive, answer)
             # its frames have what has the error: they would live on until the collector stops the loop
