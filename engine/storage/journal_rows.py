@@ -69,8 +69,8 @@ class Row:
 
 
 Rows: TypeAlias = Row | pa.RecordBatch
-R = TypeVar("R", pa.RecordBatch, pa.Table)
 """One row, or several as a batch with the columns of SCHEMA, whose lsn and epoch are set on append."""
+R = TypeVar("R", pa.RecordBatch, pa.Table)
 
 
 class RowStream:
