@@ -14,6 +14,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -228,6 +229,13 @@ def none_related(terms: Uint32s) -> tuple[Uint32s, Float64s]:
     return np.empty((len(terms), 0), np.uint32), np.empty((len(terms), 0))
 
 
+def _merged(old: NDArray[Any], new: NDArray[Any], places: Int64s, is_old: NDArray[np.bool_]) -> NDArray[Any]:
+    """Both in one array, the new ones at their places."""
+    merged = np.empty(len(is_old), old.dtype)
+    merged[places], merged[is_old] = new, old
+    return merged
+
+
 class Bm25:
     """The texts of one segment by arena row. Not thread-safe."""
 
@@ -241,6 +249,8 @@ class Bm25:
         self._docs = np.empty(0, np.int32)
         self._counts = np.empty(0, np.int32)
         self._new_terms, self._new_docs, self._new_counts = array("I"), array("i"), array("i")
+        # whether sorted postings may be of removed texts
+        self._dropped = False
 
     def __len__(self) -> int:
         return len(self._doc_of_row)
@@ -268,6 +278,7 @@ class Bm25:
         doc = self._doc_of_row.pop(row, None)
         if doc is not None:
             self._row_of_doc[doc] = _GONE
+            self._dropped = True
             self._total_length -= self._length_of_doc[doc]
 
     def scores(self, terms: Sequence[int], rows: int, related: Related = none_related) -> Float64s:
@@ -326,10 +337,21 @@ class Bm25:
     def _sort_in(self, most: int) -> None:
         if len(self._new_terms) <= max(most, _UNSORTED_SHARE * len(self._terms)):
             return
-        terms = np.concatenate((self._terms, np.frombuffer(self._new_terms, np.uint32)))
-        docs = np.concatenate((self._docs, np.frombuffer(self._new_docs, np.int32)))
-        counts = np.concatenate((self._counts, np.frombuffer(self._new_counts, np.int32)))
-        there = np.flatnonzero(np.frombuffer(self._row_of_doc, np.int32)[docs] != _GONE)
+        terms, docs = np.frombuffer(self._new_terms, np.uint32), np.frombuffer(self._new_docs, np.int32)
+        row_of_doc = np.frombuffer(self._row_of_doc, np.int32)
+        there = np.flatnonzero(row_of_doc[docs] != _GONE)
         order = there[np.argsort(terms[there], kind="stable")]
-        self._terms, self._docs, self._counts = terms[order], docs[order], counts[order]
+        if self._dropped:
+            kept = row_of_doc[self._docs] != _GONE
+            self._terms, self._docs, self._counts = self._terms[kept], self._docs[kept], self._counts[kept]
+        # behind those of the same term: to merge them takes much less time than to sort all
+        places = np.searchsorted(self._terms, terms[order], side="right") + np.arange(len(order))
+        is_old = np.ones(len(self._terms) + len(order), np.bool_)
+        is_old[places] = False
+        counts = np.frombuffer(self._new_counts, np.int32)
+        self._terms, self._docs, self._counts = (
+            _merged(old, new[order], places, is_old)
+            for old, new in ((self._terms, terms), (self._docs, docs), (self._counts, counts))
+        )
+        self._dropped = False
         self._new_terms, self._new_docs, self._new_counts = array("I"), array("i"), array("i")

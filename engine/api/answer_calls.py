@@ -16,7 +16,7 @@ from undertow.engine.base.model import InputError, NoLLM, UndertowError, Usage
 from undertow.engine.base.queries import AnswerQuery
 from undertow.engine.base.results import Answer, SearchResult
 from undertow.engine.base.timestamps import parse_timestamp
-from undertow.engine.base.trace_context import use_traceparent
+from undertow.engine.base.trace import use_traceparent
 from undertow.engine.llm.client import BadReply, BrokenOff, Completion, OnText
 from undertow.engine.policies.base import Learns, PromptTooLong
 from undertow.engine.search.answer_modes import Answering, Question, Say, answering

@@ -23,6 +23,7 @@ from undertow.engine.base import queries as q
 from undertow.engine.base.config import Settings
 from undertow.engine.base.memory_api import MemoryApi
 from undertow.engine.base.model import Turn, UndertowError
+from undertow.engine.base.pacing import Pacing
 from undertow.engine.base.results import Certificate, Receipt
 from undertow.engine.base.trace import Trace
 from undertow.engine.encoders.base import Encoder, Fingerprint
@@ -237,7 +238,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
             self.step(WAIT_FOR_REPLY_S, storing=left > MOST_TURNS)
         return [ticket.receipt for ticket in tickets if ticket.receipt is not None]
 
-    def step(self, wait_s: float = 0.0, *, storing: bool = False, brief: bool = False) -> StepReport:
+    def step(self, wait_s: float = 0.0, *, storing: bool = False, pacing: Pacing | None = None) -> StepReport:
         """One round of the step loop; see Scheduler.step.
 
         Turns that a card's pool has no room for wait in the queue while tenants at work may still give some
@@ -245,11 +246,11 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
         """
         self._check_sound()
         self._residency.load(() if self.journal.is_read_beside else self.scheduler.decisions.retries())
-        self.begin_step(wait_s, storing=storing, brief=brief)
+        self.begin_step(wait_s, storing=storing, pacing=pacing)
         self.commit_step()
         return self.end_step()
 
-    def begin_step(self, wait_s: float = 0.0, *, storing: bool = False, brief: bool = False) -> None:
+    def begin_step(self, wait_s: float = 0.0, *, storing: bool = False, pacing: Pacing | None = None) -> None:
         """As `step`, up to its commit. Until `end_step`, search no tenant in `scheduler.uncommitted`."""
         self._check_sound()
         self._residency.prepare(may_read=not self.journal.is_read_beside)
@@ -257,7 +258,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
             self._log_feedback(FEEDBACK_PER_STEP)
             if self.scheduler.admission_paused and self.server_lost:
                 self.scheduler.suspend()  # what is stored does not wait for a server
-            self.scheduler.begin_step(wait_s, storing=storing, brief=brief)
+            self.scheduler.begin_step(wait_s, storing=storing, pacing=pacing)
 
     def commit_step(self) -> None:
         """The commit of a step that was begun; on any thread. JournalError."""
@@ -290,9 +291,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
 
         Gives up once a server has been silent for `llm_patience_s`; the jobs stay pending.
         """
-        while not self.idle:
-            if until is not None and self.at_rest(until):
-                break
+        while not (self.idle if until is None else self.idle or self.at_rest(until)):
             self.step(WAIT_FOR_REPLY_S)
             if self.is_stalled:
                 return False

@@ -16,6 +16,7 @@ from undertow.engine.api.views.reports import Reports
 from undertow.engine.base.config import Settings
 from undertow.engine.base.limits import MAX_QUERY_CHARS
 from undertow.engine.base.model import Memory, unknown_memory
+from undertow.engine.base.pacing import Pacing
 from undertow.engine.base.queries import (
     AnswerQuery,
     GetQuery,
@@ -105,7 +106,9 @@ class SearchCalls(ABC):
     def _log(self, name: str, kind: ControlKind, bodies: Sequence[Mapping[str, Any]]) -> Tenant | None: ...
 
     @abstractmethod
-    def step(self, wait_s: float = 0.0, *, storing: bool = False, brief: bool = False) -> StepReport: ...
+    def step(
+        self, wait_s: float = 0.0, *, storing: bool = False, pacing: Pacing | None = None
+    ) -> StepReport: ...
 
     @abstractmethod
     def take_up(self, tenants: Sequence[str]) -> None: ...

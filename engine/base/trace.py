@@ -3,6 +3,9 @@
 Observers count phases (engine/cluster/shard/shard_metrics.py) or export them as spans of a distributed
 trace. nsys and ncu show NVTX ranges and filter by them. Ranges are cheap, so the engine pushes them wherever
 there is a CUDA device; the Chrome trace is recorded only on request.
+
+The W3C traceparent of the request that the current code serves travels with calls across threads, to shards,
+and into requests to the LLM server. The engine only hands it on; tracing backends interpret it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -20,7 +24,6 @@ from typing import Any, Protocol, TypeVar
 import orjson
 
 from undertow.engine.base.model import Usage
-from undertow.engine.base.trace_context import current_traceparent, use_traceparent
 
 T = TypeVar("T")
 
@@ -28,6 +31,23 @@ _NOTHING = nullcontext()
 
 # around all phases of a step
 STEP = "step"
+
+_TRACEPARENT: ContextVar[str | None] = ContextVar("undertow_traceparent", default=None)
+
+
+def current_traceparent() -> str | None:
+    """The traceparent of the request that is being served; None where it is not traced."""
+    return _TRACEPARENT.get()
+
+
+@contextmanager
+def use_traceparent(traceparent: str | None) -> Iterator[None]:
+    """Work inside the block serves this request."""
+    token = _TRACEPARENT.set(traceparent)
+    try:
+        yield
+    finally:
+        _TRACEPARENT.reset(token)
 
 
 class NvtxRanges(Protocol):
@@ -139,7 +159,7 @@ class Trace:
                 ranges.range_pop()
 
     def link(self, traceparents: Iterable[str | None]) -> None:
-        """The current phase serves these requests; see engine/base/trace_context.py."""
+        """The current phase serves these requests; see engine/base/trace.py."""
         if self._observers and (known := {t for t in traceparents if t is not None}):
             for observer in self._observers:
                 observer.linked(known)

@@ -31,8 +31,8 @@ STRETCH_SHARE = 0.3
 # Above the longest session of LoCoMo (22), and small enough for endless sessions.
 STRETCH_TURNS = 32
 
-# Turns and memories indexed at a time while other calls wait: about 5 ms.
-SLICE_ROWS = 128
+# Turns and memories indexed at a time while other calls wait: some milliseconds, for texts of a paragraph.
+SLICE_ROWS = 32
 
 _NONE = -1
 Int64s = NDArray[np.int64]

@@ -37,7 +37,7 @@ class QueueFull(UndertowError):
 class Ticket:
     """A turn in the queue. It gets its receipt once the turn is durable and searchable.
 
-    `traceparent` belongs to the request that brought the turn, see engine/base/trace_context.py.
+    `traceparent` belongs to the request that brought the turn, see engine/base/trace.py.
     """
 
     turn: PackedTurn

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from undertow.engine.base.trace_context import current_traceparent
+from undertow.engine.base.trace import current_traceparent
 from undertow.engine.storage.row_codec import ControlKind
 from undertow.engine.tenants.generations import missed_of
 from undertow.engine.tenants.tenant import Tenant

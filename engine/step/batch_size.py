@@ -17,8 +17,9 @@ BULK_FACTOR = 4
 MOST_BULK_TURNS = BULK_FACTOR * MOST_TURNS
 LEAST_TURNS = 64
 ADMISSION_S = 0.5
-# After a second of deciding, so many seconds of storing, where more turns are about to be stored.
-STORING_PER_DECIDING = 9.0
+# Of the time, for decisions, where more turns are about to be stored. These are searchable, so that storing
+# comes first; but with an encoder that takes hours for a log, the LLM must not idle for as long.
+DECIDING_SHARE = 0.1
 # A step admits for so long, and decides for so long, where searches wait for its end; at least so many turns
 # and records, as other threads may slow it down, and at most so many turns.
 BRIEF_S = 0.001
@@ -64,30 +65,6 @@ class BatchSizer:
     def _follow(self, turn_s: float) -> None:
         in_time = int(ADMISSION_S / turn_s) if turn_s > 0 else MOST_TURNS
         self.turns = max(LEAST_TURNS, min(in_time, 2 * self.turns, MOST_TURNS))
-
-
-class DecidingShare:
-    """Limits deciding to a tenth of the time while turns are read in bulk.
-
-    Stored turns are searchable, so that storing comes first. But with an encoder that takes hours for a log,
-    the LLM must not idle for as long.
-    """
-
-    def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
-        self._clock_s = clock_s
-        self._due_s = 0.0
-
-    @property
-    def is_due(self) -> bool:
-        return self._clock_s() >= self._due_s
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Measure a round of decisions."""
-        began_s = self._clock_s()
-        yield
-        ended_s = self._clock_s()
-        self._due_s = ended_s + STORING_PER_DECIDING * (ended_s - began_s)
 
 
 class BriefWork:

@@ -12,7 +12,8 @@ from itertools import islice
 from typing import Any
 
 from undertow.engine.base.model import UndertowError, Usage
-from undertow.engine.base.trace_context import current_traceparent
+from undertow.engine.base.pacing import Pacing
+from undertow.engine.base.trace import current_traceparent
 from undertow.engine.llm.client import BadReply, Completion
 from undertow.engine.policies.base import Decide, Effect, PolicyResult, ReadGate
 from undertow.engine.step.lag import LagTracker
@@ -135,16 +136,19 @@ class DecisionQueue:
             waits = tenant.cursor >= tenant.decidable_end
             (self._waiting if waits else self._ready)[tenant.name] = tenant
 
-    def begin_ahead(self, most_per_tenant: int, records: int) -> list[Begun]:
+    def begin_ahead(self, most_per_tenant: int, records: int, pacing: Pacing | None) -> list[Begun]:
         """Begin the next records of the ready tenants, an equal share each, in log order.
 
         Returns each run with its first effect or decision. Their tenants leave the queue: the first `records`
-        of it, or all if it has fewer.
+        of it, or all if it has fewer. Those that rest, by `pacing`, go to its end.
         """
         begun: list[Begun] = []
         share = max(1, min(most_per_tenant, records // len(self._ready)))
         for _ in range(min(records, len(self._ready))):
-            _, tenant = self._ready.popitem(last=False)
+            name, tenant = self._ready.popitem(last=False)
+            if pacing is not None and pacing.rest_s(name):
+                self._ready[name] = tenant
+                continue
             for seq in tenant.upcoming(share):
                 run = DecisionRun(tenant, seq, self._begin(tenant, seq))
                 effect = run.resume(None)

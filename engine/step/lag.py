@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -47,6 +47,15 @@ class LagTracker:
             self._arrivals[tenant] = deque([_Arrival(seq, self._clock_s(), traceparent)])
         elif arrivals[-1].last < seq:
             arrivals.append(_Arrival(seq, self._clock_s(), traceparent))
+
+    def note_all(
+        self, tenants: Sequence[str], seqs: Sequence[int | None], traceparents: Sequence[str | None]
+    ) -> None:
+        """Note new records, None where one is not new. Without traceparents it is enough to note the last."""
+        if traceparents:
+            for tenant, seq, parent in zip(tenants, seqs, traceparents, strict=True):
+                if seq is not None:
+                    self.note(tenant, seq, parent)
 
     def decided(self, tenant: str, cursor: int) -> None:
         """All records before `cursor` are decided."""

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 
-from undertow.engine.base.trace import Trace
-from undertow.engine.base.trace_context import use_traceparent
+from undertow.engine.base.trace import Trace, use_traceparent
 from undertow.engine.llm.client import BadReply, Completion, Completions, ServerRefused
 from undertow.engine.policies.base import Complete
 from undertow.engine.step.decision_queue import DecisionQueue, DecisionRun

@@ -7,6 +7,7 @@ to be stored `admission.Inbox`, decisions `DecisionQueue`, prompts and replies `
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from typing import Any
 import orjson
 
 from undertow.engine.base.model import Decision, Memory
+from undertow.engine.base.pacing import Pacing
 from undertow.engine.base.trace import Trace
 from undertow.engine.encoders.encode_ahead import LEAST_AHEAD
 from undertow.engine.encoders.outage import EncoderDown
@@ -24,18 +26,11 @@ from undertow.engine.policies.base import Complete, Effect, PolicyResult, ReadGa
 from undertow.engine.policies.registry import Policies
 from undertow.engine.step import job_ledger
 from undertow.engine.step.admission import Admission, Admitted, Batch, Inbox
-from undertow.engine.step.batch_size import (
-    MOST_RECORDS,
-    QUICK_TURNS,
-    BatchSizer,
-    BriefWork,
-    DecidingShare,
-)
+from undertow.engine.step.batch_size import DECIDING_SHARE, MOST_RECORDS, QUICK_TURNS, BatchSizer, BriefWork
 from undertow.engine.step.between_steps import BetweenSteps
 from undertow.engine.step.decision_queue import DecisionQueue, DecisionRun
 from undertow.engine.step.dispatch import begin, decision_body
 from undertow.engine.step.effects import EffectReader, read_by_kind
-from undertow.engine.step.lag import LagTracker
 from undertow.engine.step.llm_calls import LLMCalls
 from undertow.engine.step.redaction import Redaction
 from undertow.engine.storage.journal import Journal, Row, Rows
@@ -90,7 +85,7 @@ class Scheduler(BetweenSteps):
         self._admission = admission
         self._effects = effects
         self._batch_sizer = batch_sizer
-        self._deciding_share = DecidingShare()
+        self._while_storing = Pacing(None, burst_s=0.0, share=DECIDING_SHARE)
         self._brief_turns, self._brief_records = BriefWork(QUICK_TURNS), BriefWork(MOST_RECORDS)
         self._lookahead_turns = lookahead_turns
         self._encoder_patience_s = encoder_patience_s
@@ -158,35 +153,36 @@ class Scheduler(BetweenSteps):
 
     # ---- the step
 
-    def step(self, wait_s: float = 0.0, *, storing: bool = False, brief: bool = False) -> StepReport:
+    def step(self, wait_s: float = 0.0, *, storing: bool = False, pacing: Pacing | None = None) -> StepReport:
         """One round. Waits up to `wait_s` for a reply when there is nothing else to do.
 
         `storing`: the caller has more turns to store; decisions take a tenth of the time meanwhile.
-        `brief`: the caller has searches to serve; storing and deciding take a few milliseconds.
+        `pacing`: the caller has requests to serve; storing and deciding take a few milliseconds, and no
+        tenant's decisions more than their share of the time.
         ArenaFull: the waiting turns do not fit into the arena though no tenant is active; they are dropped.
         EncoderDown: the embedding endpoint refuses us, so that waiting would not help; they are dropped too.
         JournalError: nothing of this step is stored or acknowledged; the engine must be reopened.
         """
-        self.begin_step(wait_s, storing=storing, brief=brief)
+        self.begin_step(wait_s, storing=storing, pacing=pacing)
         self.commit_step()
         return self.end_step()
 
-    def begin_step(self, wait_s: float, *, storing: bool, brief: bool) -> None:
+    def begin_step(self, wait_s: float, *, storing: bool, pacing: Pacing | None) -> None:
         """The part of a step before its commit; see `uncommitted`."""
         self._report = StepReport()
         self._redaction.begin_step()
-        self._stored = self._admit(brief)
-        if not brief:
+        self._stored = self._admit(brief=pacing is not None)
+        if pacing is None:
             self._encode_next()
         self.deciding = True
         busy = self._report.stored > 0 or (len(self.inbox) > 0 and not self.admission_paused)
         self._resume_replied(0.0 if busy or self.decisions.ready_count else wait_s)
         self._embed_again()
         self._embed_awaited()
-        if not storing or self.admission_paused or self._deciding_share.is_due:
+        if not storing or self.admission_paused or not self._while_storing.rest_s(""):
             report = self._report
-            with self._deciding_share.measured(), self._brief_records.measured(lambda: report.decided):
-                self._decide(self._brief_records.count if brief else MOST_RECORDS)
+            with self._while_storing.measured(""), self._brief_records.measured(lambda: report.decided):
+                self._decide(pacing)
 
     @property
     def uncommitted(self) -> frozenset[str]:
@@ -212,7 +208,7 @@ class Scheduler(BetweenSteps):
             self._journal.append(rows)
             self._redaction.delete_obsolete_rows()
 
-    def _admit(self, brief: bool) -> tuple[Batch, Admitted] | None:
+    def _admit(self, *, brief: bool) -> tuple[Batch, Admitted] | None:
         """Store a batch of the inbox, if there is one and the arena has room for it; a small one if `brief`.
 
         Returns the batch, to be acknowledged once it is committed.
@@ -250,7 +246,7 @@ class Scheduler(BetweenSteps):
         self._rows += [*new.rows, *batch.rows]
         self._report.admitted = new.fresh_turns
         self._report.duplicates = turns - new.fresh_turns
-        _note_arrivals(self.decisions.lag_tracker, batch, new)
+        self.decisions.lag_tracker.note_all(batch.turns.tenants, new.seqs, batch.traceparents)
         for tenant in new.tenants:
             self.decisions.add(tenant)
         return batch, new
@@ -296,17 +292,19 @@ class Scheduler(BetweenSteps):
         run.add_usage(reply.usage)
         return self._next(run, reply.reply)
 
-    def _decide(self, records: int) -> None:
+    def _decide(self, pacing: Pacing | None) -> None:
         """Decide each ready tenant's records up to the first that needs more than the gate.
 
-        `records`: about how many in all.
+        A few in all with `pacing`, and none of those that rest.
         """
         if not self.decisions.ready_count:
             return
         if self.inbox.has_tickets and self.llm_calls.is_saturated and not self.admission_paused:
             return
         with self._trace.span("decide", tenants=self.decisions.ready_count):
-            ahead = self.decisions.begin_ahead(self._lookahead_turns, records)
+            began_s = time.perf_counter()
+            records = MOST_RECORDS if pacing is None else self._brief_records.count
+            ahead = self.decisions.begin_ahead(self._lookahead_turns, records, pacing)
             queries = [(run.tenant, effect.seq) for run, effect in ahead if isinstance(effect, ReadGate)]
             with self._trace.span("gate", queries=len(queries)):
                 readings = iter(self._effects.gate(queries))
@@ -327,6 +325,10 @@ class Scheduler(BetweenSteps):
                     started.append((run, follow_up))
             self.decisions.start(run for run, _ in started)
             self._run(started)
+            if pacing is not None:
+                took_s = time.perf_counter() - began_s
+                for run, _ in ahead:
+                    pacing.worked(run.tenant.name, took_s / len(ahead))
 
     def _run(self, pending: Sequence[tuple[DecisionRun, Effect]]) -> None:
         """Run effects, each kind as one batch, until every job waits for the LLM or is decided."""
@@ -439,11 +441,3 @@ def _signed(run: DecisionRun, memory: Memory) -> Memory:
     """The memory with the generation and the model, which its policy does not know."""
     model = memory.model if memory.deleted else run.model
     return replace(memory, generation=run.tenant.making.number, model=model)
-
-
-def _note_arrivals(tracker: LagTracker, batch: Batch, new: Admitted) -> None:
-    """Note each record's arrival if a request is traced; else `DecisionQueue.add` notes one a tenant."""
-    if parents := batch.traceparents:
-        for tenant, seq, parent in zip(batch.turns.tenants, new.seqs, parents, strict=True):
-            if seq is not None:
-                tracker.note(tenant, seq, parent)

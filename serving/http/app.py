@@ -15,7 +15,7 @@ from starlette.routing import Match
 
 from undertow.serving.http.jobs.actions import works
 from undertow.serving.http.mcp_endpoint import mcp_mounted
-from undertow.serving.http.middleware.front import Front
+from undertow.serving.http.middleware.front import REFUSED, Front
 from undertow.serving.http.middleware.request_observer import RequestObserver
 from undertow.serving.http.openapi import TITLE, describe
 from undertow.serving.http.problems import SLUG, problem_of
@@ -78,6 +78,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 async def _problem(request: Request, error: Exception) -> Response:
     problem = problem_of(error)
+    if problem.status_code in REFUSED:
+        raise error  # the front refuses, when there is time for it
     request.scope[SLUG] = problem.slug
     if problem.status_code == 405:
         problem.headers = {"Allow": ", ".join(_allowed(request))}

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of HTTP requests, shard calls, steps and LLM requests.
 
 Off unless an OTLP endpoint is set. Sampling is decided once, at the incoming request; its traceparent
-(engine/base/trace_context.py) carries the decision across threads and Ray calls. A step serves many requests,
+(engine/base/trace.py) carries the decision across threads and Ray calls. A step serves many requests,
 so it is a trace of its own with a link to each, as is an LLM request of a later consolidation. A step without
 a traced request makes no span. Spans contain no content and no tenant's name.
 """
@@ -27,8 +27,14 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from undertow.engine.base.config import Settings
-from undertow.engine.base.trace import LLMRequest, Observer, Phase, ShardCall
-from undertow.engine.base.trace_context import current_traceparent, use_traceparent
+from undertow.engine.base.trace import (
+    LLMRequest,
+    Observer,
+    Phase,
+    ShardCall,
+    current_traceparent,
+    use_traceparent,
+)
 from undertow.prompts.operations import QUERY_OPERATIONS
 
 SERVICE = "undertow"

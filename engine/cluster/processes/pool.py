@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from undertow.engine.base.model import UndertowError
-from undertow.engine.base.trace_context import current_traceparent
+from undertow.engine.base.trace import current_traceparent
 from undertow.engine.cluster.processes.transport import Connection, unpack_error
 from undertow.engine.cluster.processes.worker import CLOSE, CLOSING_S, LEAVES, READY, WorkerConfig
 from undertow.engine.cluster.routing.errors import ShardExited, ShardGone

@@ -124,7 +124,7 @@ class Worker:
         self._connection.send((READY,))
 
     def _call(self, number: int, shard: str, method: str, args: tuple[Any, ...], cause: str | None) -> None:
-        from undertow.engine.base.trace_context import use_traceparent
+        from undertow.engine.base.trace import use_traceparent
 
         try:
             with use_traceparent(cause):

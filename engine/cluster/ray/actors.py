@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
-from undertow.engine.base.trace_context import current_traceparent
+from undertow.engine.base.trace import current_traceparent
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.ray.shard_actor import ShardActor
 from undertow.engine.cluster.routing.errors import ShardExited, ShardGone

@@ -73,11 +73,11 @@ class ShardActor:
     ) -> Any:
         """The shard's answer or error. `pieces`: of a table, the method's first argument.
 
-        `traceparent`: see engine/base/trace_context.py.
+        `traceparent`: see engine/base/trace.py.
         """
         import pyarrow as pa
 
-        from undertow.engine.base.trace_context import use_traceparent
+        from undertow.engine.base.trace import use_traceparent
         from undertow.engine.cluster.routing.errors import ShardExited
         from undertow.engine.cluster.shard.supervisor import EngineUnusable
         from undertow.engine.cluster.shard_map import Removed

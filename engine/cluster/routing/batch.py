@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from undertow.engine.base.trace_context import current_traceparent
+from undertow.engine.base.trace import current_traceparent
 from undertow.engine.cluster.wire import FEW_ROWS, RETURNED, Status, receipts_table, tenants_of
 
 Key = TypeVar("Key", bound=Hashable)

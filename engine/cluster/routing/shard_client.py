@@ -23,7 +23,7 @@ from contextlib import suppress
 import pyarrow as pa
 
 from undertow.engine.base.model import UndertowError
-from undertow.engine.base.trace_context import use_traceparent
+from undertow.engine.base.trace import use_traceparent
 from undertow.engine.cluster.routing.batch import ShardBatch
 from undertow.engine.cluster.routing.errors import (
     Backoff,

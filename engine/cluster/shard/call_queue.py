@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from undertow.engine.base.model import PackedTurn, UndertowError
 from undertow.engine.base.results import Receipt
-from undertow.engine.base.trace_context import current_traceparent
+from undertow.engine.base.trace import current_traceparent
 from undertow.engine.cluster.wire import Status, check_turns, receipts_table, tenants_of, unpack
 from undertow.engine.step.admission import Block, Inbox, QueueFull, Ticket
 from undertow.engine.tenants.turn_columns import TurnColumns

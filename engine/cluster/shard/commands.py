@@ -11,7 +11,8 @@ from enum import Enum
 from typing import Any
 
 from undertow.engine.api.engine import Engine
-from undertow.engine.base.trace_context import current_traceparent
+from undertow.engine.base.pacing import Pacing
+from undertow.engine.base.trace import current_traceparent
 from undertow.engine.tenants.registry import Fetched
 
 # Commands are taken on a loop, and those that wait are repeated, for so long in one round.
@@ -31,7 +32,7 @@ class Command:
     """Something to do with the engine. `wait`: repeated until its result is neither None nor NotYet.
 
     `is_quick`: whether the engine does it within some milliseconds. It runs in the trace of its caller: see
-    engine/base/trace_context.py.
+    engine/base/trace.py.
     """
 
     run: Callable[[], Any]
@@ -55,6 +56,8 @@ class Command:
     # the lsn behind what it is to see in Lance, and how often that was to move there
     sees_until: int | None = None
     moves: int = 0
+    # whether a thread has begun with it
+    begun: bool = False
     traceparent: str | None = field(default_factory=current_traceparent)
 
     def begin(self) -> bool:
@@ -69,13 +72,16 @@ class Command:
 
 
 class FairQueue:
-    """Commands whose tenants take turns."""
+    """Commands for a thread. Their tenants take turns, and those that have had many rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, pacing: Pacing) -> None:
+        self.pacing = pacing
         self._by_tenant: OrderedDict[str, deque[Command]] = OrderedDict()
 
-    def __bool__(self) -> bool:
-        return bool(self._by_tenant)
+    @property
+    def rest_s(self) -> float | None:
+        """How long until `pop` gives one; None: none is there."""
+        return min(map(self._rest_s, self._by_tenant), default=None)
 
     def append(self, command: Command) -> None:
         self._by_tenant.setdefault(command.tenant, deque()).append(command)
@@ -86,11 +92,13 @@ class FairQueue:
         self._by_tenant.move_to_end(command.tenant, last=False)
 
     def pop(self) -> Command | None:
-        """The next one; None: there is none."""
-        if not self._by_tenant:
+        """The next one; None: there is none that may run now."""
+        tenant = next((name for name in self._by_tenant if not self._rest_s(name)), None)
+        if tenant is None:
             return None
-        tenant, waiting = self._by_tenant.popitem(last=False)
+        waiting = self._by_tenant.pop(tenant)
         command = waiting.popleft()
+        command.begun = True
         if waiting:
             self._by_tenant[tenant] = waiting
         return command
@@ -100,6 +108,11 @@ class FairQueue:
         waiting = [command for of_tenant in self._by_tenant.values() for command in of_tenant]
         self._by_tenant.clear()
         return waiting
+
+    def _rest_s(self, tenant: str) -> float:
+        """Of a tenant with waiting commands. What was begun is ended, and the store's work is not paced."""
+        begun = not tenant or self._by_tenant[tenant][0].begun
+        return 0.0 if begun else self.pacing.rest_s(tenant)
 
 
 class Waiting(deque[Command]):

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import UndertowError
-from undertow.engine.base.trace_context import use_traceparent
+from undertow.engine.base.pacing import Pacing, Served
+from undertow.engine.base.trace import use_traceparent
 from undertow.engine.cluster.shard.arrivals import Arrivals, HeldCalls, ShardClosed
 from undertow.engine.cluster.shard.beside import load, loads_quickly, part_beside
 from undertow.engine.cluster.shard.call_queue import CallStamp, SessionStart, TurnCall
@@ -31,8 +32,6 @@ T = TypeVar("T")
 
 # between looks at the LLM's replies while there is nothing else to do
 POLL_S = 0.005
-# so long after a query a step decides for a few milliseconds only, as the next query would wait for it
-SERVING_S = 1.0
 
 
 class EngineWork:
@@ -51,9 +50,10 @@ class EngineWork:
         self.arrived = Arrivals(shard, queue_turns)
         self._waits = Waiting()
         self._busy = True
-        self._asked_s = 0.0
+        self._served = Served()
+        self._deciding = Pacing(self._served)
         # what takes long, and quick work passes
-        self._long = FairQueue()
+        self._long = FairQueue(Pacing(self._served))
         # the tenants that no search may read while a thread commits or reads; None where there is no such
         # thread, or nothing may run beside it
         self.unreadable: frozenset[str] | None = None
@@ -186,10 +186,10 @@ class EngineWork:
             self.rounds_go_on, self.read_is_next = True, bool(command.moves)
             if not command.moves:  # else the log is to move first, and it waits again
                 self._reads, self._fetches = (command, None) if command.reads_journal else (None, command)
-            return part
+            return part if command.moves else self._long.pacing.measured(command.tenant)(part)
         at_hand = engine is not None and (not command.tenant or is_at_hand(engine, command.tenant))
         self.unreadable = frozenset([command.tenant]) if command.reads and at_hand else None
-        return partial(self._load_and_obey, command)
+        return self._long.pacing.measured(command.tenant)(partial(self._load_and_obey, command))
 
     def _load_and_obey(self, command: Command) -> None:
         self._evictions = None
@@ -260,16 +260,13 @@ class EngineWork:
         if self.rounds_go_on and self._failed is not None:
             return None
         may_go_on = self.arrived or self._held.may_go_on
-        if self._busy or may_go_on or (self._long and not self.rounds_go_on):
+        rest_s = None if self.rounds_go_on else self._long.rest_s
+        if self._busy or may_go_on or rest_s == 0.0:
             return 0.0
-        if self.supervisor.has_work or self.calls or self._waits:
+        if self.supervisor.has_work or self.calls or self._waits or rest_s is not None:
             return POLL_S
         engine = self.supervisor.engine
         return None if engine is not None and not engine.scheduler.decisions.refused else RETRY_S
-
-    @property
-    def _serving(self) -> bool:
-        return time.monotonic() - self._asked_s < SERVING_S
 
     def end(self) -> None:
         """Close the engine; waiting calls fail, and so do all later ones."""
@@ -314,6 +311,7 @@ class EngineWork:
                 self._long.append(command)
                 self.read_is_next = True
             elif isinstance(command, TurnCall):
+                self._served.note(next(iter(command.tenants)) if len(command.tenants) == 1 else "")
                 self.calls.append(command)
                 if command.alone:  # its step is next: if the process dies in it, this call is to blame
                     break
@@ -343,7 +341,7 @@ class EngineWork:
         """Run one command: for the first time, or again where it was put off."""
         command.forget()
         if not command.future.running():
-            self._asked_s = time.monotonic()
+            self._served.note(command.tenant)
         if command.begin():
             self._run_command(command)
 
@@ -374,7 +372,7 @@ class EngineWork:
     def _work(self, apart: bool = False) -> None:
         """One step, if there is work: feed and settle calls, then repeat the waiting commands."""
         self._busy, under_way = False, len(self.calls)
-        if apart and self._long and self._committed_last:  # a commit and what else takes long take turns
+        if apart and self._committed_last and self._long.rest_s == 0.0:  # it and a commit take turns
             self._committed_last = False
         elif self.calls or self.supervisor.has_work:
             self._step(apart)
@@ -400,16 +398,16 @@ class EngineWork:
         try:
             engine = self.supervisor.open()
             self.calls.feed(engine)
-            brief = apart or self._serving
+            pacing = self._deciding if apart or self._served.any else None
             if apart and not (self.rounds_go_on or engine.journal.commits_quickly):
-                self.supervisor.begin_step(engine, len(self.calls), brief=brief)
+                self.supervisor.begin_step(engine, len(self.calls), pacing=pacing)
                 if uncommitted := engine.scheduler.uncommitted:
                     self.unreadable, self.commits = uncommitted, True
                     return
                 engine.commit_step()
                 report = self.supervisor.end_step(engine)
             else:
-                report = self.supervisor.step(engine, len(self.calls), brief=brief)
+                report = self.supervisor.step(engine, len(self.calls), pacing=pacing)
         except Exception as error:  # noqa: BLE001 - a shard outlives whatever a turn does to its engine
             if apart:  # opening it anew takes long
                 self._failed = error

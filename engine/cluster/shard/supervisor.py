@@ -14,6 +14,7 @@ from typing import Any
 from undertow.engine.api.engine import WAIT_FOR_REPLY_S, Engine, make_llm
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import PackedTurn, UndertowError
+from undertow.engine.base.pacing import Pacing
 from undertow.engine.base.trace import STEP, Observer, Trace
 from undertow.engine.cluster.resharding.participant import ReshardingParticipant
 from undertow.engine.cluster.root import SharedRoot
@@ -192,21 +193,23 @@ class ShardSupervisor:
                 llm.close()
             raise
 
-    def step(self, engine: Engine, calls: int = 0, wait_s: float = 0.0, *, brief: bool = False) -> StepReport:
-        """A step of the engine, counted. `calls`: how many calls wait for receipts; `brief`: see Engine.step.
+    def step(
+        self, engine: Engine, calls: int = 0, wait_s: float = 0.0, *, pacing: Pacing | None = None
+    ) -> StepReport:
+        """A step of the engine, counted. `calls`: that wait for receipts; the others: see Engine.step.
 
         While more turns wait than a step stores, decisions take a tenth of the time, as in a bulk load of
         one process.
         """
         with contained(), self.trace.span(STEP, calls=calls):
-            report = engine.step(wait_s, storing=len(engine.scheduler.inbox) > MOST_TURNS, brief=brief)
+            report = engine.step(wait_s, storing=len(engine.scheduler.inbox) > MOST_TURNS, pacing=pacing)
         self._shard_metrics.stepped(report)
         return report
 
-    def begin_step(self, engine: Engine, calls: int, *, brief: bool) -> None:
+    def begin_step(self, engine: Engine, calls: int, *, pacing: Pacing | None) -> None:
         """As `step`, up to its commit."""
         with contained(), self.trace.span(STEP, calls=calls):
-            engine.begin_step(storing=len(engine.scheduler.inbox) > MOST_TURNS, brief=brief)
+            engine.begin_step(storing=len(engine.scheduler.inbox) > MOST_TURNS, pacing=pacing)
 
     def end_step(self, engine: Engine) -> StepReport:
         """The rest of a step, once it is committed."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Message, Receive, Scope
 
+from undertow.engine.base.pacing import Pacing, Served
 from undertow.serving.http.middleware.admission import leave
 
 T = TypeVar("T")
@@ -21,6 +22,8 @@ T = TypeVar("T")
 ITERATION_S = 0.001
 # Requests that are refused in one iteration: each takes half a millisecond from those that are served.
 REFUSED_AT_ONCE = 1
+# What one counts as, though it takes less: a tenant may not have a thousand in a second.
+REFUSAL_S = 0.001
 # What a request takes at least, with what is done before and after its turn.
 LEAST_S = 0.0005
 # Tenants that have used the loop about alike, by this power of two, take turns.
@@ -117,6 +120,8 @@ class FairTurns:
 
     def __init__(self, clock_s: Callable[[], float] = perf_counter) -> None:
         self._clock_s = clock_s
+        self._seen = Served(clock_s)
+        self._pacing = Pacing(self._seen, clock_s)
         self._uses: OrderedDict[str, _Use] = OrderedDict()
         self._line, self._left_s, self._is_due = _Line(), ITERATION_S, False
         # what is being served, and since when
@@ -131,8 +136,13 @@ class FairTurns:
         """That of a new request, whose wait is over when its turn has come."""
         return Turn(self, tenant, scope or {})
 
-    async def refusal(self) -> None:
-        """Wait to refuse a request: few are refused in one iteration, which slows down who asks on."""
+    async def refusal(self, tenant: str) -> None:
+        """Wait to refuse a request: few are refused in one iteration, which slows down who asks on.
+
+        `tenant`: whose requests are refused; of one there are few in a second.
+        """
+        await self._rest(tenant)
+        self._pacing.worked(tenant, REFUSAL_S)
         self._schedule()
         if self._refusals_left:
             self._refusals_left -= 1
@@ -142,12 +152,23 @@ class FairTurns:
 
     async def aside(self, tenant: str, run: Callable[..., T], *args: Any) -> T:
         """Run what would hold the loop on a thread, one at a time: more of them would share its lock."""
-        if self._is_busy:
+        while True:
+            await self._rest(tenant)
+            if not self._is_busy:
+                break
             await self._aside.wait(tenant, self.use_of(tenant).rank, on_lost=self._next_aside)
+            if not self._pacing.rest_s(tenant):
+                break
+            self._next_aside()  # it is to rest after what it had before
         self._is_busy = True
-        work = asyncio.ensure_future(asyncio.to_thread(run, *args))
+        timed = self._pacing.measured(tenant)(partial(run, *args))
+        work = asyncio.ensure_future(asyncio.to_thread(timed))
         work.add_done_callback(self._next_aside)
         return await asyncio.shield(work)  # a thread cannot be cancelled
+
+    async def _rest(self, tenant: str) -> None:
+        while rest_s := self._pacing.rest_s(tenant):
+            await asyncio.sleep(rest_s)
 
     def _next_aside(self, _: object = None) -> None:
         """The thread is free: it stays taken if another one is called."""
@@ -167,6 +188,7 @@ class FairTurns:
 
     async def begin(self, turn: Turn) -> None:
         """Wait for it; `end` follows."""
+        self._seen.note(turn.tenant)
         use = self.use_of(turn.tenant)
         if use.rank + NEAR < self._line.lowest_rank if self._line else self._left_s > 0:
             self._begin(use)

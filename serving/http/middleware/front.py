@@ -91,7 +91,7 @@ class Front:
                 problem = problem_of(error)
                 scope[SLUG] = problem.slug
                 if problem.status_code in REFUSED:
-                    await self._turns.refusal()
+                    await self._turns.refusal(scope.get("path_params", {}).get("tenant", ""))
                 await problem.response_as(scope.get(PROBLEM_MEDIA, MEDIA_TYPE))(scope, receive, answer)
             # its frames have what has the error: they would live on until the collector stops the loop
             error.__traceback__ = None

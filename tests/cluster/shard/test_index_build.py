@@ -36,8 +36,8 @@ LARGE = 25 * SLICE
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (keyword_index, ranking):
-        monkeypatch.setattr(module, "SLICE_ROWS", SLICE)
+    monkeypatch.setattr(keyword_index, "SLICE_ROWS", SLICE)
+    monkeypatch.setattr(ranking, "FILTER_ROWS", SLICE)
 
 
 Asked = Callable[[Engine], SearchResult | None]

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from undertow.engine.api.engine import Engine
+from undertow.engine.base.pacing import Pacing, Served
 from undertow.engine.base.queries import ApiCall, EraseCommand, FlushCommand, ListQuery, UpdateCommand
 from undertow.engine.base.results import Receipt
 from undertow.engine.cluster.shard import beside
@@ -152,7 +153,7 @@ async def test_a_tenant_that_was_evicted_meanwhile_is_read_with_its_last_turns(t
         engine.add_batch(some("ann", *range(5)))
         engine.flush("ann")
         engine.tenants.evict("ann")
-        waiting = FairQueue()
+        waiting = FairQueue(Pacing(Served()))
         command = Command(lambda: None, Future(), never, tenant="ann", loads=True, sees_until=0)
         parts = 0
         while command.fetched is None:
@@ -175,7 +176,8 @@ async def test_a_tenant_that_was_loaded_before_the_thread_reads_stays_as_it_is(
         engine.flush("ann")
         engine.tenants.evict("ann")
         command = Command(lambda: None, Future(), never, tenant="ann", loads=True)
-        while (part := beside.part_beside(engine, command, FairQueue(), lambda _: None)) and command.moves:
+        waiting = FairQueue(Pacing(Served()))
+        while (part := beside.part_beside(engine, command, waiting, lambda _: None)) and command.moves:
             part()
         assert part is not None, "the log has moved, and the tenant's rows are to be read"
         (added,) = engine.add_batch(some("ann", 5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from undertow.engine.base.pacing import Pacing
 from undertow.engine.step.admission import Admission
 from undertow.engine.step.scheduler import Scheduler
 from undertow.engine.tenants.registry import ArenaFull
@@ -27,9 +28,11 @@ class Watched:
                 self.failures += 1
                 raise
 
-        def watched_step(scheduler: Scheduler, wait_s: float, *, storing: bool, brief: bool) -> None:
+        def watched_step(
+            scheduler: Scheduler, wait_s: float, *, storing: bool, pacing: Pacing | None
+        ) -> None:
             self.steps += 1
-            step(scheduler, wait_s, storing=storing, brief=brief)
+            step(scheduler, wait_s, storing=storing, pacing=pacing)
 
         def watched_put_out(scheduler: Scheduler, tenant: Tenant) -> None:
             self.put_out.append(tenant.name)

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from undertow.engine.api.ingest_files import Ingest
-from undertow.engine.step import batch_size
+from undertow.engine.base.pacing import Pacing
+from undertow.engine.step import scheduler
 from undertow.engine.step.batch_size import (
     ADMISSION_S,
+    DECIDING_SHARE,
     LEAST_TURNS,
     MOST_TURNS,
     BatchSizer,
-    DecidingShare,
 )
 from undertow.engine.step.scheduler import StepReport
 
@@ -99,12 +100,12 @@ def test_steps_of_an_engine_grow_while_they_are_quick(tmp_path: Path) -> None:
 
 def test_deciding_takes_a_tenth_of_the_time() -> None:
     clock = Seconds()
-    share = DecidingShare(clock)
+    share = Pacing(None, clock, burst_s=0.0, share=DECIDING_SHARE)
     decided_s = 0.0
     for _ in range(1_000):
         clock.now_s += 0.1
-        if share.is_due:
-            with share.measured():
+        if not share.rest_s(""):
+            with share.measured(""):
                 clock.now_s += 0.5
                 decided_s += 0.5
     assert decided_s == pytest.approx(clock.now_s / 10, rel=0.05)
@@ -112,7 +113,7 @@ def test_deciding_takes_a_tenth_of_the_time() -> None:
 
 def test_a_log_is_stored_before_it_is_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once deciding has had its share, turns are stored and searchable, and nothing else."""
-    monkeypatch.setattr(batch_size, "STORING_PER_DECIDING", 1e9)
+    monkeypatch.setattr(scheduler, "DECIDING_SHARE", 1e-9)
     log = write_log(tmp_path / "log", [turn_line("ann", n, f"word{n}") for n in range(300)])
     steps: list[StepReport] = []
     with open_engine(tmp_path / "store", **NEVER, batch_turns=50) as engine:

@@ -197,7 +197,7 @@ async def test_a_few_requests_are_refused_in_one_iteration_and_each_in_the_end()
     done: list[None] = []
 
     async def refuse() -> None:
-        done.append(await world.turns.refusal())  # type: ignore[func-returns-value]
+        done.append(await world.turns.refusal(""))  # type: ignore[func-returns-value]
 
     tasks = [asyncio.create_task(refuse()) for _ in range(50)]
     tasks[20].cancel()
@@ -421,7 +421,7 @@ def test_in_overload_health_and_metrics_are_answered_and_tell_of_the_refusals(ru
 
 def test_refusals_keep_no_places(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting: list[int] = []
-    told = AsyncMock(side_effect=lambda: waiting.append(running.service.admission.waiting.total()))
+    told = AsyncMock(side_effect=lambda _: waiting.append(running.service.admission.waiting.total()))
     monkeypatch.setattr(FairTurns, "refusal", told)
     monkeypatch.setitem(running.service.load._counts, ("tenant", "ann"), 32)
     with Wire(running) as wire:

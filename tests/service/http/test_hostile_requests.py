@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx2
 import orjson
@@ -24,6 +25,7 @@ from undertow.engine.storage.location import Location
 from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.auth.principal import Scope
 from undertow.serving.http.hosting import Files, hosted
+from undertow.serving.http.middleware.fair_turns import FairTurns
 from undertow.serving.http.middleware.guard import OpenGuard
 from undertow.serving.http.problems import Problem
 from undertow.serving.http.service_settings import ServiceSettings
@@ -33,6 +35,7 @@ from ...support.llm_servers import wait_until
 from ...support.service.http import SOON_S, Running, at, is_problem, said, serving
 from ...support.service.wire import Wire, request_head
 from .test_async_memories import opened
+from .test_fair_turns import World
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -349,3 +352,66 @@ def test_a_large_add_without_room_is_refused_before_its_body_is_read(
         assert wire.answer().status == 429
     body = {"messages": said("the boat " * 8_000)}
     assert client.post(at("full", "/memories"), json=body).status_code == 200
+
+
+@pytest.mark.anyio
+async def test_refusals_of_one_tenant_are_spaced_while_others_are_served() -> None:
+    world, told = World(), list[str]()
+
+    async def refuse(tenant: str) -> None:
+        await world.turns.refusal(tenant)
+        told.append(tenant)
+
+    await world.request("bob")
+    many = [asyncio.create_task(refuse("ann")) for _ in range(300)]
+    while len(told) < 100:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    assert len(told) < 300, "those that came later wait"
+    before = len(told)
+    again = [asyncio.create_task(refuse("ann")) for _ in range(10)]
+    await asyncio.sleep(0.05)
+    await refuse("cy")
+    assert told[before:] == ["cy"]
+    for task in (*many, *again):
+        task.cancel()
+
+
+@pytest.mark.anyio
+async def test_large_bodies_of_who_sent_many_are_read_after_those_of_others() -> None:
+    world, order = World(), list[str]()
+
+    async def read(tenant: str, seconds: float) -> None:
+        def work() -> None:
+            world.now_s += seconds
+            order.append(tenant)
+
+        await world.turns.aside(tenant, work)
+
+    await world.request("cy")
+    tasks = [asyncio.create_task(read(*one)) for one in (("ann", 0.5), ("ann", 0.0), ("bob", 0.0))]
+    await tasks[2]
+    assert order == ["ann", "bob"]
+    world.now_s += 60.0
+    await asyncio.gather(*tasks)
+    assert order == ["ann", "bob", "ann"]
+
+
+def test_every_refused_request_waits_as_one_of_its_tenant(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = AsyncMock()
+    monkeypatch.setattr(FairTurns, "refusal", told)
+    monkeypatch.setitem(running.service.load._counts, ("tenant", "ann"), 32)
+    client = running.client()
+    for response in (
+        client.get(at("ann", "/memories")),
+        client.get(at("ann", "/export")),
+        client.post(at("ann", "/flush")),
+        client.post(at("ann", "/search"), json={"query": "boat"}),
+    ):
+        is_problem(response, 429, "tenant-busy")
+    assert [call.args for call in told.await_args_list] == [("ann",)] * 4
+    with running.client_of(None) as nobody:
+        is_problem(nobody.get(at("ann", "/memories")), 401, "no-key")
+    assert told.await_args_list[4].args == ("",), "nothing is counted as the tenant's without a key"

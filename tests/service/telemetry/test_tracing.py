@@ -24,8 +24,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.base.config import Settings
-from undertow.engine.base.trace import Observer, Phase
-from undertow.engine.base.trace_context import use_traceparent
+from undertow.engine.base.trace import Observer, Phase, use_traceparent
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.llm.client import LLMClient
 from undertow.serving.auth.principal import Scope

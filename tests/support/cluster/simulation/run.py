@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from undertow.engine.base import pacing
 from undertow.engine.base.queries import DrainCommand, PurgeCommand
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.routing.router import Router
@@ -39,8 +40,9 @@ MEASURING: tuple[Any, ...] = (
     call_queue.CallQueues,
     answer_streams.AnswerStream,
     lag.LagTracker,
-    batch_size.DecidingShare,
     batch_size.BriefWork,
+    pacing.Served,
+    pacing.Pacing,
 )
 # of virtual time
 LONGEST_S = 600.0

@@ -1,0 +1,125 @@
+"""Tenants whose long calls and decisions have taken much of a shard's time let others go first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.engine.base.pacing import Pacing, Served
+from undertow.engine.base.queries import ExplainQuery
+from undertow.engine.cluster.shard import beside, engine_work
+from undertow.engine.cluster.shard.engine_work import EngineWork
+from undertow.serving.async_memories import AsyncMemories
+
+from ...support.cluster.shard import some
+from .test_drivers import SOON_S, engine_of, opened, word
+
+pytestmark = pytest.mark.anyio
+# far more than a burst, and what ends the rest after it
+MUCH_S, LATER_S = 0.5, 60.0
+
+
+class World:
+    """A shard on the loop, of ann and bob. Its clock stands still."""
+
+    def __init__(self, memories: AsyncMemories) -> None:
+        self.memories, self.now_s = memories, 0.0
+        self.work: EngineWork = memories._router._shard._work  # type: ignore[union-attr]
+        self.work._served = served = Served(self.clock_s)
+        self.work._deciding, self.work._long.pacing = (Pacing(served, self.clock_s) for _ in range(2))
+
+    def clock_s(self) -> float:
+        return self.now_s
+
+    async def ask(self, tenant: str) -> None:
+        assert (await self.memories.call(word(1, tenant))).turns
+
+    async def rounds(self) -> None:
+        """Time enough for whatever may be done."""
+        done = asyncio.Event()
+
+        def counted(left: int) -> None:
+            if left:
+                asyncio.get_running_loop().call_later(0.002, counted, left - 1)
+            else:
+                done.set()
+
+        counted(25)
+        await done.wait()
+
+    def explain(self, tenant: str) -> asyncio.Task[Any]:
+        return asyncio.create_task(self.memories.call(ExplainQuery(tenant)))
+
+
+@asynccontextmanager
+async def shard(store: Path) -> AsyncIterator[World]:
+    async with opened(store, theta_count=1_000) as memories:
+        await memories.add([*some("ann", 1), *some("bob", 1)])
+        async with asyncio.timeout(SOON_S):
+            yield World(memories)
+
+
+async def test_long_calls_of_who_had_many_wait_while_others_are_served(tmp_path: Path) -> None:
+    async with shard(tmp_path) as world:
+        world.work._long.pacing.worked("ann", MUCH_S)
+        await world.ask("bob")
+        heavy = [world.explain("ann") for _ in range(3)]
+        await world.rounds()
+        assert [record["seq"] for record in await world.explain("bob")] == [0]
+        await world.ask("ann")  # what is quick does not wait
+        assert not any(task.done() for task in heavy)
+        world.now_s += LATER_S
+        for records in await asyncio.gather(*heavy):
+            assert [record["seq"] for record in records] == [0]
+
+
+async def test_they_do_not_wait_where_nobody_else_is_served(tmp_path: Path) -> None:
+    async with shard(tmp_path) as world:
+        world.now_s += LATER_S  # since the turns were added
+        world.work._long.pacing.worked("ann", MUCH_S)
+        await world.ask("ann")
+        assert await world.explain("ann")
+
+
+async def test_a_call_in_several_parts_is_not_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = beside._fetch
+    async with shard(tmp_path) as world:
+
+        def much(*args: Any) -> None:
+            world.work._long.pacing.worked("ann", MUCH_S)
+            read(*args)
+
+        monkeypatch.setattr(beside, "_fetch", much)
+        monkeypatch.setattr(engine_work, "loads_quickly", lambda _: False)  # nor on the loop
+        engine_of(world.memories).flush("ann")
+        engine_of(world.memories).tenants.evict("ann")
+        await world.ask("bob")
+        await world.ask("ann")
+        assert world.work._long.pacing.rest_s("ann"), "the tenant was read, and then searched"
+
+
+async def test_decisions_of_who_had_many_wait_while_others_are_served(tmp_path: Path) -> None:
+    async with shard(tmp_path) as world:
+        lag = engine_of(world.memories).scheduler.decisions
+
+        async def decided(*tenants: str) -> None:
+            while any(lag.is_active(tenant) for tenant in tenants):
+                await asyncio.sleep(0.001)
+
+        await decided("ann", "bob")
+        world.work._deciding.worked("ann", MUCH_S)
+        for n in range(2, 6):
+            await world.memories.add([*some("ann", n), *some("bob", n)])
+        await decided("bob")
+        await world.rounds()
+        assert engine_of(world.memories).lag.undecided_turns == 4 and lag.is_active("ann")
+        await world.ask("ann")  # stored and searchable all the same
+        world.now_s += LATER_S
+        await decided("ann")
