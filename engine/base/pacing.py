@@ -27,7 +27,7 @@ class Served:
         self._last, self._last_s, self._other_s = "", -inf, -inf
 
     def note(self, tenant: str) -> None:
-        """A request of the tenant has come; empty: of the store, or of several tenants."""
+        """A request of the tenant has come; empty: of several tenants."""
         if tenant != self._last:
             self._last, self._other_s = tenant, self._last_s
         self._last_s = self._clock_s()

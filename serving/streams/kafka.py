@@ -184,7 +184,7 @@ class KafkaSource(Source):
             self._producer.produce(self._dead_letters, raw.value(), raw.key(), **more)
         if self._producer.flush(DELIVERY_MS / 1_000):
             raise Unavailable(f"the dead letters to {self._dead_letters} are not acknowledged.")
-        for error in (error for error in errors if error is not None):
+        if (error := next((error for error in errors if error is not None), None)) is not None:
             kind = StreamError if self._is_final(error) else Unavailable
             raise kind(f"a dead letter to {self._dead_letters} was refused: {error.str()}.")
 

@@ -311,7 +311,8 @@ class EngineWork:
                 self._long.append(command)
                 self.read_is_next = True
             elif isinstance(command, TurnCall):
-                self._served.note(next(iter(command.tenants)) if len(command.tenants) == 1 else "")
+                if self.on_loop:  # on a thread, steps are large until a query comes
+                    self._served.note(next(iter(command.tenants)) if len(command.tenants) == 1 else "")
                 self.calls.append(command)
                 if command.alone:  # its step is next: if the process dies in it, this call is to blame
                     break
@@ -340,7 +341,7 @@ class EngineWork:
     def _obey(self, command: Command) -> None:
         """Run one command: for the first time, or again where it was put off."""
         command.forget()
-        if not command.future.running():
+        if command.tenant and not command.future.running():
             self._served.note(command.tenant)
         if command.begin():
             self._run_command(command)

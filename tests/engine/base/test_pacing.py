@@ -59,7 +59,7 @@ def test_others_count_for_a_second_after_each_request_whoever_asked_last() -> No
     world.served.note("ann")
     assert world.served.any and not world.pacing.rest_s("ann")
     world.served.note("")
-    assert world.pacing.rest_s("ann"), "a call of several tenants"
+    assert world.pacing.rest_s("ann"), "of several tenants"
 
 
 def test_a_piece_of_any_length_is_followed_by_a_rest_that_ends() -> None:
