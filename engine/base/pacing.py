@@ -63,8 +63,9 @@ class Pacing:
         """The tenant's work took so long. On any thread."""
         now_s = self._clock_s()
         with self._lock:
-            full_s = max(self._full_s.pop(tenant, -inf), now_s - seconds) + seconds / self._share
+            full_s = max(self._full_s.get(tenant, -inf), now_s - seconds) + seconds / self._share
             self._full_s[tenant] = min(full_s, now_s + self._burst_s / self._share + MOST_REST_S)
+            self._full_s.move_to_end(tenant)
             if len(self._full_s) > MOST_TENANTS:
                 self._full_s.popitem(last=False)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -181,7 +182,8 @@ class Scheduler(BetweenSteps):
         self._embed_awaited()
         if not storing or self.admission_paused or not self._while_storing.rest_s(""):
             report = self._report
-            with self._while_storing.measured(""), self._brief_records.measured(lambda: report.decided):
+            share = self._while_storing.measured("") if storing else nullcontext()
+            with share, self._brief_records.measured(lambda: report.decided):
                 self._decide(pacing)
 
     @property
@@ -304,7 +306,8 @@ class Scheduler(BetweenSteps):
         with self._trace.span("decide", tenants=self.decisions.ready_count):
             began_s = time.perf_counter()
             records = MOST_RECORDS if pacing is None else self._brief_records.count
-            ahead = self.decisions.begin_ahead(self._lookahead_turns, records, pacing)
+            resting = None if self.admission_paused else pacing  # else turns of all tenants wait for them
+            ahead = self.decisions.begin_ahead(self._lookahead_turns, records, resting)
             queries = [(run.tenant, effect.seq) for run, effect in ahead if isinstance(effect, ReadGate)]
             with self._trace.span("gate", queries=len(queries)):
                 readings = iter(self._effects.gate(queries))

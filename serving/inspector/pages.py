@@ -58,7 +58,7 @@ class Pages:
         health = self.sender.may(Scope.ADMIN, None)
         own = {"title": title, "signed_in": self._signed_in, "sees_health": health}
         shown = partial(page, name, sender=self.sender, tenant=tenant, **own, **values)
-        return HTMLResponse(await self.service.turns.aside(tenant, shown))
+        return HTMLResponse(await self.service.turns.aside(tenant, shown, paced=False))
 
     async def turns(self, tenant: str, seqs: Sequence[int]) -> list[tuple[int, Report | None]]:
         """The turns at some records; None for one that is deleted."""
@@ -137,7 +137,7 @@ async def timeline(
 async def memory(pages: Shown, tenant: Tenant, memory_id: MemoryId) -> Response:
     """One memory: its versions, each against the one before, and the turns that it rests on."""
     history = await pages.call(calls.HistoryQuery(memory_id, tenant))
-    versions = await pages.service.turns.aside(tenant, views.versions, history)
+    versions = await pages.service.turns.aside(tenant, views.versions, history, paced=False)
     newest, lines = history[-1], []
     if newest["kind"] == "turn":
         explained = await pages.call(calls.ExplainQuery(tenant, 1, newest["seq"] - 1))

@@ -145,6 +145,7 @@ class HeldCalls:
                 partial(is_at_hand, tenant=tenant),
                 tenant=tenant,
                 loads=True,
+                rests=False,
             )
             for tenant in missing
         ]

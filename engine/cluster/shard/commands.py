@@ -56,12 +56,13 @@ class Command:
     # the lsn behind what it is to see in Lance, and how often that was to move there
     sees_until: int | None = None
     moves: int = 0
-    # whether a thread has begun with it
-    begun: bool = False
+    # whether it waits while its tenant rests: not once it has begun, nor where calls wait for it
+    rests: bool = True
     traceparent: str | None = field(default_factory=current_traceparent)
 
     def begin(self) -> bool:
         """Whether it is to run, for the first time or again: its caller has not cancelled it before."""
+        self.rests = False
         return self.future.running() or self.future.set_running_or_notify_cancel()
 
     def forget(self) -> None:
@@ -98,7 +99,7 @@ class FairQueue:
             return None
         waiting = self._by_tenant.pop(tenant)
         command = waiting.popleft()
-        command.begun = True
+        command.rests = False
         if waiting:
             self._by_tenant[tenant] = waiting
         return command
@@ -110,9 +111,9 @@ class FairQueue:
         return waiting
 
     def _rest_s(self, tenant: str) -> float:
-        """Of a tenant with waiting commands. What was begun is ended, and the store's work is not paced."""
-        begun = not tenant or self._by_tenant[tenant][0].begun
-        return 0.0 if begun else self.pacing.rest_s(tenant)
+        """Of a tenant with waiting commands: 0 if one does not rest, as they keep their order."""
+        rests = tenant and all(command.rests for command in self._by_tenant[tenant])
+        return self.pacing.rest_s(tenant) if rests else 0.0
 
 
 class Waiting(deque[Command]):

@@ -89,6 +89,7 @@ class EngineWork:
         reads_journal: bool = False,
         loads: bool = False,
         settles: bool = False,
+        rests: bool = True,
     ) -> Future[T]:
         """Run something with the engine. The others: see Command."""
 
@@ -96,7 +97,7 @@ class EngineWork:
             return run(self.supervisor.open())
 
         command = Command(act, Future(), is_quick, wait, tenant, searches, reads, reads_journal)
-        command.loads, command.settles = loads, settles
+        command.loads, command.settles, command.rests = loads, settles, rests
         return self._command(command)
 
     def ask_without(self, run: Callable[[], T]) -> Future[T]:
@@ -293,7 +294,7 @@ class EngineWork:
                 self._long.put_back(deferred)
                 self.read_is_next = True
             else:
-                self._obey(deferred)
+                self._long.pacing.measured(deferred.tenant)(self._obey)(deferred)
         if self._held.may_go_on or not quickly:
             self.arrived.put_first(self._held.take(all_of_them=not quickly))
         until_s = time.monotonic() + REPEATED_S

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Message, Receive, Scope
 
-from undertow.engine.base.pacing import Pacing, Served
+from undertow.engine.base.pacing import SERVED_S, Pacing, Served
 from undertow.serving.http.middleware.admission import leave
 
 T = TypeVar("T")
@@ -24,6 +24,7 @@ ITERATION_S = 0.001
 REFUSED_AT_ONCE = 1
 # What one counts as, though it takes less: a tenant may not have a thousand in a second.
 REFUSAL_S = 0.001
+MOST_RESTING = 1_024
 # What a request takes at least, with what is done before and after its turn.
 LEAST_S = 0.0005
 # Tenants that have used the loop about alike, by this power of two, take turns.
@@ -121,7 +122,8 @@ class FairTurns:
     def __init__(self, clock_s: Callable[[], float] = perf_counter) -> None:
         self._clock_s = clock_s
         self._seen = Served(clock_s)
-        self._pacing = Pacing(self._seen, clock_s)
+        self._pacing, self._refusing = Pacing(self._seen, clock_s), Pacing(self._seen, clock_s)
+        self._resting = 0
         self._uses: OrderedDict[str, _Use] = OrderedDict()
         self._line, self._left_s, self._is_due = _Line(), ITERATION_S, False
         # what is being served, and since when
@@ -136,13 +138,20 @@ class FairTurns:
         """That of a new request, whose wait is over when its turn has come."""
         return Turn(self, tenant, scope or {})
 
-    async def refusal(self, tenant: str) -> None:
+    async def refusal(self, sender: str) -> None:
         """Wait to refuse a request: few are refused in one iteration, which slows down who asks on.
 
-        `tenant`: whose requests are refused; of one there are few in a second.
+        `sender`: whose requests are refused; of one there are few in a second. If very many wait for that,
+        further ones do not, as they take memory.
         """
-        await self._rest(tenant)
-        self._pacing.worked(tenant, REFUSAL_S)
+        rest_s = self._refusing.rest_s(sender)
+        self._refusing.worked(sender, REFUSAL_S)
+        if rest_s and self._resting < MOST_RESTING:
+            self._resting += 1
+            try:
+                await asyncio.sleep(rest_s)
+            finally:
+                self._resting -= 1
         self._schedule()
         if self._refusals_left:
             self._refusals_left -= 1
@@ -150,14 +159,18 @@ class FairTurns:
             self._refusals.append(turn := asyncio.get_running_loop().create_future())
             await turn
 
-    async def aside(self, tenant: str, run: Callable[..., T], *args: Any) -> T:
-        """Run what would hold the loop on a thread, one at a time: more of them would share its lock."""
+    async def aside(self, tenant: str, run: Callable[..., T], *args: Any, paced: bool = True) -> T:
+        """Run what would hold the loop on a thread, one at a time: more of them would share its lock.
+
+        `paced`: not where `tenant` is none, but stands for whoever has sent it.
+        """
         while True:
-            await self._rest(tenant)
+            while paced and (rest_s := self._pacing.rest_s(tenant)):
+                await asyncio.sleep(min(rest_s, SERVED_S))
             if not self._is_busy:
                 break
             await self._aside.wait(tenant, self.use_of(tenant).rank, on_lost=self._next_aside)
-            if not self._pacing.rest_s(tenant):
+            if not (paced and self._pacing.rest_s(tenant)):
                 break
             self._next_aside()  # it is to rest after what it had before
         self._is_busy = True
@@ -165,10 +178,6 @@ class FairTurns:
         work = asyncio.ensure_future(asyncio.to_thread(timed))
         work.add_done_callback(self._next_aside)
         return await asyncio.shield(work)  # a thread cannot be cancelled
-
-    async def _rest(self, tenant: str) -> None:
-        while rest_s := self._pacing.rest_s(tenant):
-            await asyncio.sleep(rest_s)
 
     def _next_aside(self, _: object = None) -> None:
         """The thread is free: it stays taken if another one is called."""

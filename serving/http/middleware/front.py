@@ -91,7 +91,8 @@ class Front:
                 problem = problem_of(error)
                 scope[SLUG] = problem.slug
                 if problem.status_code in REFUSED:
-                    await self._turns.refusal(scope.get("path_params", {}).get("tenant", ""))
+                    error.__traceback__ = None  # its frames have the request's body
+                    await self._turns.refusal(_sender(scope))
                 await problem.response_as(scope.get(PROBLEM_MEDIA, MEDIA_TYPE))(scope, receive, answer)
             # its frames have what has the error: they would live on until the collector stops the loop
             error.__traceback__ = None
@@ -110,6 +111,14 @@ class Front:
                     await route.handle(scope, receive, send)
                     return
             await self._app(scope, receive, send)
+
+
+def _sender(scope: Scope) -> str:
+    """Whose refusals wait for each other: of one key and one tenant that it covers; without a key, of all."""
+    if PRINCIPAL not in scope:
+        return ""
+    sender, tenant = sender_of(scope), scope.get("path_params", {}).get("tenant", "")
+    return f"{sender.key_id} {tenant if sender.reach.covers(tenant) else ''}"
 
 
 def undecoded_path(scope: Scope) -> str:

@@ -105,6 +105,20 @@ async def test_a_call_in_several_parts_is_not_interrupted(
         assert world.work._long.pacing.rest_s("ann"), "the tenant was read, and then searched"
 
 
+async def test_calls_with_turns_of_others_do_not_wait_for_who_rests(tmp_path: Path) -> None:
+    async with shard(tmp_path) as world:
+        engine_of(world.memories).flush("ann")
+        engine_of(world.memories).tenants.evict("ann")
+        world.work._long.pacing.worked("ann", MUCH_S)
+        await world.ask("bob")
+        heavy = world.explain("ann")
+        await world.rounds()
+        await world.memories.add([*some("ann", 2), *some("bob", 2)])
+        assert world.work._long.pacing.rest_s("ann")
+        world.now_s += LATER_S
+        assert len(await heavy) >= 1
+
+
 async def test_decisions_of_who_had_many_wait_while_others_are_served(tmp_path: Path) -> None:
     async with shard(tmp_path) as world:
         lag = engine_of(world.memories).scheduler.decisions

@@ -105,7 +105,7 @@ class Call:
         """On a thread, if it would hold the event loop."""
         if not large:
             return run(what)
-        return await self.service.turns.aside(sender_of(self._scope).key_id, run, what)
+        return await self.service.turns.aside(sender_of(self._scope).key_id, run, what, paced=False)
 
 
 def checked(given: Mapping[str, Any], known: set[str], rules: Rules) -> None:
