@@ -159,7 +159,7 @@ class Trace:
                 ranges.range_pop()
 
     def link(self, traceparents: Iterable[str | None]) -> None:
-        """The current phase serves these requests; see engine/base/trace.py."""
+        """The current phase serves these requests, given by their traceparents."""
         if self._observers and (known := {t for t in traceparents if t is not None}):
             for observer in self._observers:
                 observer.linked(known)

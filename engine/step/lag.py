@@ -51,7 +51,7 @@ class LagTracker:
     def note_all(
         self, tenants: Sequence[str], seqs: Sequence[int | None], traceparents: Sequence[str | None]
     ) -> None:
-        """Note new records, None where one is not new. Without traceparents it is enough to note the last."""
+        """Note new records, None: not new. Without traceparents `DecisionQueue.add` notes the last."""
         if traceparents:
             for tenant, seq, parent in zip(tenants, seqs, traceparents, strict=True):
                 if seq is not None:

@@ -73,7 +73,7 @@ class Command:
 
 
 class FairQueue:
-    """Commands for a thread. Their tenants take turns, and those that have had many rest."""
+    """Commands for a thread. Their tenants take turns; one that has used it for long rests, see Pacing."""
 
     def __init__(self, pacing: Pacing) -> None:
         self.pacing = pacing

@@ -24,7 +24,8 @@ ITERATION_S = 0.001
 REFUSED_AT_ONCE = 1
 # What one counts as, though it takes less: a tenant may not have a thousand in a second.
 REFUSAL_S = 0.001
-MOST_RESTING = 1_024
+# So many wait to be refused, each for at most so long: they take memory, and who asks is to hear soon.
+MOST_RESTING, LONGEST_REST_S = 1_024, 1.0
 # What a request takes at least, with what is done before and after its turn.
 LEAST_S = 0.0005
 # Tenants that have used the loop about alike, by this power of two, take turns.
@@ -122,7 +123,7 @@ class FairTurns:
     def __init__(self, clock_s: Callable[[], float] = perf_counter) -> None:
         self._clock_s = clock_s
         self._seen = Served(clock_s)
-        self._pacing, self._refusing = Pacing(self._seen, clock_s), Pacing(self._seen, clock_s)
+        self._pacing, self._refusing = Pacing(self._seen, clock_s), Pacing(None, clock_s)
         self._resting = 0
         self._uses: OrderedDict[str, _Use] = OrderedDict()
         self._line, self._left_s, self._is_due = _Line(), ITERATION_S, False
@@ -141,15 +142,14 @@ class FairTurns:
     async def refusal(self, sender: str) -> None:
         """Wait to refuse a request: few are refused in one iteration, which slows down who asks on.
 
-        `sender`: whose requests are refused; of one there are few in a second. If very many wait for that,
-        further ones do not, as they take memory.
+        `sender`: whose requests are refused; of one there are few in a second.
         """
         rest_s = self._refusing.rest_s(sender)
         self._refusing.worked(sender, REFUSAL_S)
         if rest_s and self._resting < MOST_RESTING:
             self._resting += 1
             try:
-                await asyncio.sleep(rest_s)
+                await asyncio.sleep(min(rest_s, LONGEST_REST_S))
             finally:
                 self._resting -= 1
         self._schedule()
@@ -162,7 +162,7 @@ class FairTurns:
     async def aside(self, tenant: str, run: Callable[..., T], *args: Any, paced: bool = True) -> T:
         """Run what would hold the loop on a thread, one at a time: more of them would share its lock.
 
-        `paced`: not where `tenant` is none, but stands for whoever has sent it.
+        `paced`: whether it waits while the tenant rests.
         """
         while True:
             while paced and (rest_s := self._pacing.rest_s(tenant)):

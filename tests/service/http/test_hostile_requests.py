@@ -21,6 +21,7 @@ from starlette.datastructures import Headers
 from undertow.engine.api.transfer.export import ExportTrailer
 from undertow.engine.base.memory_api import Receipts
 from undertow.engine.base.model import Turn
+from undertow.engine.base.pacing import BURST_S
 from undertow.engine.storage.location import Location
 from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.auth.principal import Scope
@@ -356,35 +357,33 @@ def test_a_large_add_without_room_is_refused_before_its_body_is_read(
 
 
 @pytest.mark.anyio
-async def test_refusals_of_one_tenant_are_spaced_while_others_are_served() -> None:
+async def test_many_refusals_of_one_sender_are_spaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_turns, "LONGEST_REST_S", 0.05)
     world, told = World(), list[str]()
 
-    async def refuse(tenant: str) -> None:
-        await world.turns.refusal(tenant)
-        told.append(tenant)
+    async def refuse(sender: str) -> None:
+        await world.turns.refusal(sender)
+        told.append(sender)
 
-    await world.request("bob")
     many = [asyncio.create_task(refuse("ann")) for _ in range(300)]
-    while len(told) < 100:
-        await asyncio.sleep(0)
-    await asyncio.sleep(0.05)
-    assert len(told) < 150, "those that came later wait"
-    await refuse("cy")
-    assert told[-1] == "cy"
-    for task in many:
-        task.cancel()
+    await asyncio.sleep(0)
+    assert world.turns._resting == pytest.approx(300 - BURST_S / fair_turns.REFUSAL_S, abs=2)
+    await asyncio.gather(*many)
+    assert told == ["ann"] * 300 and not world.turns._resting, "each is refused in the end"
+    others = [asyncio.create_task(refuse(f"other {n}")) for n in range(100)]
+    await asyncio.sleep(0)
+    assert not world.turns._resting
+    await asyncio.gather(*others)
 
 
 @pytest.mark.anyio
 async def test_refusals_that_would_take_memory_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_turns, "MOST_RESTING", 10)
     world = World()
-    await world.request("bob")
     refusals = [asyncio.create_task(world.turns.refusal("ann")) for _ in range(300)]
-    await asyncio.wait(refusals, timeout=0.2)
-    assert 0 < sum(not task.done() for task in refusals) <= 10
-    for task in refusals:
-        task.cancel()
+    await asyncio.sleep(0)
+    assert world.turns._resting == 10
+    await asyncio.gather(*refusals)
 
 
 @pytest.mark.anyio
