@@ -35,9 +35,31 @@ def _slot_of(words: Bytes, start: int, end: int, slots: Int64s) -> int:
 
 
 @jit
-def fill_slots(slots: Int64s, words: Bytes, word_ends: Int64s, first: int, stop: int) -> None:
-    """Enter the rows from `first` up to `stop`, which are of different words and not in the table."""
-    for row in range(first, stop):
+def add_words(
+    text: Bytes,
+    lengths: Int64s,
+    hashes: NDArray[np.uint16],
+    dim: int,
+    first: int,
+    words: Bytes,
+    word_ends: Int64s,
+    bins: NDArray[np.int16],
+    slots: Int64s,
+    in_slots: int,
+) -> None:
+    """Add different words that are not in the table, from row `first` on. It has room for them.
+
+    text: the words' bytes one after another, of these lengths. hashes: uint16 [words * hits], from which
+    their features are made. in_slots: how many rows the slots have; all others are entered.
+    """
+    end = word_ends[first - 1] if first else 0
+    words[end : end + len(text)] = text
+    for i in range(len(lengths)):
+        end += lengths[i]
+        word_ends[first + i] = end
+        for hit in range(bins.shape[1]):
+            bins[first + i, hit] = hashes[i * bins.shape[1] + hit] % (2 * dim)
+    for row in range(in_slots, first + len(lengths)):
         slot = _slot_of(words, word_ends[row - 1] if row else 0, word_ends[row], slots)
         while slots[slot] >= 0:
             slot = (slot + 1) & (len(slots) - 1)
@@ -53,14 +75,15 @@ def find_words(
     word_ends: Int64s,
     found: Int64s,
     counts: Int64s,
-) -> int:
+) -> tuple[int, int]:
     """The row of each word of each text; a text without words has the empty one.
 
     data: the texts' bytes one after another, text t ending at ends[t]; put into lower case. found: int64
-    [3, most words], filled with row (-1: not in the table), start and end of each word. counts: int64
-    [texts], filled with the words of each. Returns the number of words.
+    [3, most words], filled with the row of each word (-1: not in the table), and with start and end of each
+    that is not in the table. counts: int64 [texts], filled with the words of each. Returns the number of
+    words, and of those not in the table.
     """
-    count, i = 0, 0
+    count, unknown, i = 0, 0, 0
     for text in range(len(ends)):
         first = count
         while i < ends[text]:
@@ -77,13 +100,16 @@ def find_words(
             while row >= 0 and not _is_word(data, start, i, words, word_ends, row):
                 slot = (slot + 1) & (len(slots) - 1)
                 row = slots[slot]
-            found[0, count], found[1, count], found[2, count] = row, start, i
+            found[0, count] = row
             count += 1
+            if row < 0:
+                found[1, unknown], found[2, unknown] = start, i
+                unknown += 1
         if count == first:
-            found[0, count], found[1, count], found[2, count] = 0, i, i
+            found[0, count] = 0
             count += 1
         counts[text] = count - first
-    return count
+    return count, unknown
 
 
 @jit

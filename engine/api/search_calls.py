@@ -52,7 +52,7 @@ from undertow.engine.search.where import Where
 from undertow.engine.step.answer_feedback import FeedbackQueue
 from undertow.engine.step.scheduler import Scheduler, StepReport
 from undertow.engine.storage.journal import Journal, Row
-from undertow.engine.storage.row_codec import ControlKind, turn_id
+from undertow.engine.storage.row_codec import ControlKind
 from undertow.engine.tenants.registry import TenantRegistry
 from undertow.engine.tenants.tenant import Tenant
 
@@ -114,12 +114,13 @@ class SearchCalls(ABC):
     def take_up(self, tenants: Sequence[str]) -> None: ...
 
     def _search(self, query: SearchQuery) -> SearchResult:
-        return self._whole(query.tenant, self._ranked_by(query))
+        of = self._tenant(query.tenant)
+        return _whole(of, self._ranked_by(query, of))
 
     def begin_search(self, query: SearchQuery) -> Search:
         """Begin a search, for a caller that works on it in parts with `go_on_searching`."""
         tenant = self._tenant(query.tenant)
-        return Search(query, tenant, tenant.counts["deleted"], self._ranked_by(query))
+        return Search(query, tenant, tenant.counts["deleted"], self._ranked_by(query, tenant))
 
     def go_on_searching(self, search: Search) -> SearchResult | None:
         """Read some of the hits. Returns the result once it has all.
@@ -129,30 +130,27 @@ class SearchCalls(ABC):
         tenant = self._tenant(search.query.tenant)
         if tenant is not search.tenant or tenant.counts["deleted"] != search.deleted:
             search.tenant, search.deleted = tenant, tenant.counts["deleted"]
-            search.ranked, search.hits, search.read = self._ranked_by(search.query), [], 0
+            search.ranked, search.hits, search.read = self._ranked_by(search.query, tenant), [], 0
         found, start = search.ranked.turns, search.read
         search.read += HITS_AT_ONCE
         search.hits += turn_hits(tenant, found[start : search.read])
         return search.ranked.result(search.hits) if search.read >= len(found) else None
 
-    def _ranked_by(self, query: SearchQuery) -> Ranked:
-        window = window_of(query.since, query.until)
+    def _ranked_by(self, query: SearchQuery, of: Tenant) -> Ranked:
+        where, window = _filters(query)
         counts = {"k_sub": query.k_sub, "k_epi": query.k_epi, "k_sem": query.k_sem}
         given: dict[str, Any] = {name: count for name, count in counts.items() if count is not None}
         for name, count in given.items():
             if count < 0:
                 raise ValueError(f"{name} is {count}. Give 0 or more, or leave it out.")
-        tiers = replace(self._tiers_of(query.tenant), consolidated=True, **given)
-        where = Where.of(query.where)
-        how = {"explain": query.explain, "dense": query.dense}
-        return self._rank(query.tenant, query.text, tiers, window, where, **how)
-
-    def _whole(self, tenant: str, ranked: Ranked) -> SearchResult:
-        return ranked.result(turn_hits(self._tenant(tenant), ranked.turns))
+        tiers = self._policies.tiers(self._policy_shown(of))
+        if given:
+            tiers = replace(tiers, **given)
+        return self._rank(of, query.text, tiers, window, where, explain=query.explain, dense=query.dense)
 
     def _rank(
         self,
-        tenant: str,
+        of: Tenant,
         text: str,
         tiers: Tiers,
         window: Window = ANY_TIME,
@@ -161,7 +159,6 @@ class SearchCalls(ABC):
         explain: bool = False,
         dense: bool = False,
     ) -> Ranked:
-        of = self._tenant(tenant)
         if not text.strip():
             raise ValueError("the query is empty. Give some words to search for.")
         if len(text) > MAX_QUERY_CHARS:
@@ -174,7 +171,7 @@ class SearchCalls(ABC):
         try:
             with self.trace.span("encode_query", texts=1 if telling is None else 2):
                 texts = [text] if telling is None else [text, telling]
-                vector, *rest = self._texts.encode_queries(tenant, texts)
+                vector, *rest = self._texts.encode_queries(of.name, texts)
                 vector = blended(vector, *rest) if rest else vector
         except EncoderDown as down:
             if not (hybrid and self.ranker.by_words(of) and math.isfinite(down.silent_s)):
@@ -197,8 +194,9 @@ class SearchCalls(ABC):
 
     def recall(self, tenant: str, question: str, rerank: Rerank | None = None) -> SearchResult:
         """The memories that an answer is given, see policies.base.Tiers, in the order of a rerank if any."""
-        of, tiers = self._tenant(tenant), self._policies.answer_tiers(self._policy_shown(tenant))
-        found = self._whole(tenant, self._rank(tenant, question, tiers))
+        of = self._tenant(tenant)
+        tiers = self._policies.answer_tiers(self._policy_shown(of))
+        found = _whole(of, self._rank(of, question, tiers))
         if rerank is not None:
             found = reordered(found, rerank.order)
         if not tiers.tokens:
@@ -219,27 +217,25 @@ class SearchCalls(ABC):
         """Begin to rerank the candidates of an answer; None: reranking is off, or nothing was found."""
         if self._reranker is None:
             return None
-        tiers = self._policies.answer_tiers(self._policy_shown(tenant))
-        found = self._whole(tenant, self._rank(tenant, question, tiers))
+        of = self._tenant(tenant)
+        tiers = self._policies.answer_tiers(self._policy_shown(of))
+        found = _whole(of, self._rank(of, question, tiers))
         hits = found.ranked(self.settings.rerank_candidates)
         if not hits:
             return None
         scores = self._reranker.submit(question, [hit.memory for hit in hits])
         return Rerank(hits, scores, time.monotonic() + self.settings.rerank_ms / 1_000)
 
-    def _tiers_of(self, tenant: str) -> Tiers:
-        return self._policies.tiers(self._policy_shown(tenant))
-
     def _learns_of(self, tenant: str) -> Learns:
         """What the policy that made the searched memories learns from an answer."""
-        return self._policies.named(self._policy_shown(tenant)).learns
+        return self._policies.named(self._policy_shown(self._tenant(tenant))).learns
 
     def _settings_of(self, tenant: str) -> Settings:
         """The settings under the policy that made the searched memories."""
-        return self._policies.settings_of(self._policy_shown(tenant))
+        return self._policies.settings_of(self._policy_shown(self._tenant(tenant)))
 
-    def _policy_shown(self, tenant: str) -> str:
-        return self._tenant(tenant).shown.policy or self.journal.info.policy
+    def _policy_shown(self, of: Tenant) -> str:
+        return of.shown.policy or self.journal.info.policy
 
     def is_ready(self, query: SearchQuery | AnswerQuery | ListQuery) -> bool:
         """Whether the indexes that a query needs are built, or nearly; see Ranker.is_ready. UnknownTenant."""
@@ -288,15 +284,21 @@ class SearchCalls(ABC):
         return self.tenants.existing(name)
 
 
+def _whole(of: Tenant, ranked: Ranked) -> SearchResult:
+    return ranked.result(turn_hits(of, ranked.turns))
+
+
 def _filters(query: SearchQuery | AnswerQuery | ListQuery) -> tuple[Where, Window]:
     """The filters of a query. ValueError."""
     if isinstance(query, AnswerQuery):
         return EVERYWHERE, ANY_TIME
-    return Where.of(query.where), window_of(query.since, query.until)
+    return Where.of(query.where) if query.where else EVERYWHERE, window_of(query.since, query.until)
 
 
 def window_of(since: str | None, until: str | None) -> Window:
     """The window between two timestamps as users write them. ValueError."""
+    if since is until is None:
+        return ANY_TIME
     return Window(since and parse_timestamp(since), until and parse_timestamp(until))
 
 
@@ -311,7 +313,7 @@ def _turns_by_key(tenant: Tenant, keys: Collection[str]) -> dict[str, Report]:
         seq = tenant.seq_of(key)
         if seq is None:
             continue
-        place = {"id": turn_id(tenant.name, tenant.incarnation, seq), "seq": seq}
+        place = {"id": tenant.turn_id(seq), "seq": seq}
         if not tenant.exists(seq):
             found[key] = place
             continue

@@ -6,14 +6,16 @@ import hashlib
 import re
 import threading
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from undertow.engine.encoders.base import TEXT_FORMAT, Fingerprint, Float16
-from undertow.kernels.hashed_words import fill_slots, find_words, sum_features
+from undertow.kernels.hashed_words import add_words, find_words, sum_features
 
+Bytes = NDArray[np.uint8]
 Int64s = NDArray[np.int64]
 T = TypeVar("T", np.uint8, np.int16, np.int64)
 
@@ -59,7 +61,7 @@ class _WordTable:
         self._dim = dim
         self._hits = hits
         self._lock = threading.Lock()
-        self._rows: dict[bytes, int] = {}
+        self._count = 0
         self._words = np.empty(1 << 14, np.uint8)
         self._ends = np.empty(1 << 11, np.int64)
         self._bins = np.empty((1 << 11, hits), np.int16)
@@ -67,43 +69,52 @@ class _WordTable:
         self._add([b""])
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._count
 
     def look_up(self, texts: Sequence[str]) -> tuple[Int64s, Int64s, NDArray[np.int16]]:
         """The rows of all words of the texts, the number of words of each text, and the features by row."""
         parts = [text if text.isascii() else " ".join(_WORD.findall(text.lower())) for text in texts]
         encoded = [part.encode(errors="surrogatepass") for part in parts]
-        ends = np.cumsum([len(part) for part in encoded], dtype=np.int64)
+        ends = np.array([*accumulate(map(len, encoded))], np.int64)
         data = np.frombuffer(bytearray(b"".join(encoded)), np.uint8)
         counts = np.empty(len(texts), np.int64)
         found = np.empty((3, len(data) // 2 + len(texts) + 1), np.int64)
         with self._lock:
-            count = find_words(data, ends, self._slots, self._words, self._ends, found, counts)
-            rows, starts, stops = found[:, :count]
-            new = np.flatnonzero(rows < 0)
-            if len(new):
-                places = zip(starts[new].tolist(), stops[new].tolist(), strict=True)
-                words = [data[start:stop].tobytes() for start, stop in places]
-                self._add([word for word in dict.fromkeys(words) if word not in self._rows])
-                rows[new] = [self._rows[word] for word in words]
-            return rows, counts, self._bins
+            count, unknown = self._find(data, ends, found, counts)
+            if unknown:
+                starts, stops = found[1:, :unknown].tolist()
+                words = map(data.tobytes().__getitem__, map(slice, starts, stops))
+                self._add([*dict.fromkeys(words)])
+                self._find(data, ends, found, counts)
+            return found[0, :count], counts, self._bins
+
+    def _find(self, data: Bytes, ends: Int64s, found: Int64s, counts: Int64s) -> tuple[int, int]:
+        return find_words(data, ends, self._slots, self._words, self._ends, found, counts)
 
     def _add(self, words: Sequence[bytes]) -> None:
-        first, count = len(self._rows), len(self._rows) + len(words)
+        """Add words that are different, and not in the table."""
+        first, count = self._count, self._count + len(words)
+        text = b"".join(words)
         begin = int(self._ends[first - 1]) if first else 0
-        text = np.frombuffer(b"".join(words), np.uint8)
         self._words = _room(self._words, begin + len(text))
         self._ends, self._bins = _room(self._ends, count), _room(self._bins, count)
-        self._words[begin : begin + len(text)] = text
-        self._ends[first:count] = begin + np.cumsum([len(word) for word in words])
-        hashes = b"".join(hashlib.blake2b(word, digest_size=2 * self._hits).digest() for word in words)
-        features = np.frombuffer(hashes, "<u2").astype(np.int64) % (2 * self._dim)
-        self._bins[first:count] = features.reshape(len(words), self._hits)
-        self._rows |= zip(words, range(first, count), strict=True)
+        in_slots = first
         if 2 * count > len(self._slots):
-            self._slots = np.full(1 << (4 * count).bit_length(), -1, np.int64)
-            first = 0
-        fill_slots(self._slots, self._words, self._ends, first, count)
+            self._slots, in_slots = np.full(1 << (4 * count).bit_length(), -1, np.int64), 0
+        hashes = b"".join([hashlib.blake2b(word, digest_size=2 * self._hits).digest() for word in words])
+        add_words(
+            np.frombuffer(text, np.uint8),
+            np.array([*map(len, words)], np.int64),
+            np.frombuffer(hashes, "<u2"),
+            self._dim,
+            first,
+            self._words,
+            self._ends,
+            self._bins,
+            self._slots,
+            in_slots,
+        )
+        self._count = count
 
 
 def _room(held: NDArray[T], count: int) -> NDArray[T]:

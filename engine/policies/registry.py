@@ -107,6 +107,7 @@ class Policies:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._made: dict[str, Policy] = {}
+        self._searched: dict[str | None, Tiers] = {}
 
     def named(self, name: str | None) -> Policy:
         """The policy of this name, or with None that of the settings. UndertowError: no such policy."""
@@ -120,8 +121,11 @@ class Policies:
         return self._settings if name is None else self._settings.under(name)
 
     def tiers(self, name: str | None) -> Tiers:
-        """What a search returns where it names no counts."""
-        return _as_set(self.named(name).tiers, self._settings)
+        """What a search returns where it names no counts, consolidated turns among them."""
+        if (tiers := self._searched.get(name)) is None:
+            own = replace(self.named(name).tiers, consolidated=True)
+            tiers = self._searched[name] = _as_set(own, self._settings)
+        return tiers
 
     def answer_tiers(self, name: str | None) -> Tiers:
         """As `tiers_of`, for this policy."""

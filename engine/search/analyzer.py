@@ -56,8 +56,14 @@ class Analyzer(dict[str, int]):
         return " ".join(kept)
 
     def __missing__(self, word: str) -> int:
-        term = self[word] = _kept_term(word) if len(word) <= LONGEST_KEPT else _term(word)
+        term = self[word] = _quick_term(word)
         return term
+
+
+def terms_of(text: str) -> list[int]:
+    """As `Analyzer.of`, for a single text."""
+    words = _words(text.lower())
+    return [term for word in words if (term := _quick_term(word)) != _NO_TERM]
 
 
 def _term(word: str) -> int:
@@ -66,6 +72,10 @@ def _term(word: str) -> int:
 
 # of the words of all tenants, for later texts
 _kept_term = lru_cache(1 << 14)(_term)
+
+
+def _quick_term(word: str) -> int:
+    return _kept_term(word) if len(word) <= LONGEST_KEPT else _term(word)
 
 
 def forget_words() -> None:

@@ -9,7 +9,6 @@ from undertow.engine.base.model import Memory
 from undertow.engine.base.results import Hit, SearchResult
 from undertow.engine.policies.base import Tiers
 from undertow.engine.search.ranking import ANY_TIME, shows, turn_hits
-from undertow.engine.storage.row_codec import turn_id
 from undertow.engine.tenants.tenant import Tenant
 
 
@@ -62,7 +61,7 @@ def _words_of(tenant: Tenant, episode: Hit, left_out: Set[int]) -> list[Hit]:
         turn = tenant.turn(seq)
         lines = [line for its_seq, line in memory.source_messages if its_seq == seq]
         said = [turn.messages[n] for n in sorted(lines) if n < len(turn.messages)] or turn.messages
-        identity = turn_id(tenant.name, tenant.incarnation, seq)
+        identity = tenant.turn_id(seq)
         hits.append(Hit(identity, "turn", "\n".join(said), episode.score, turn.timestamp, (seq,)))
     return hits
 

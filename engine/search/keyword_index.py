@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from undertow.engine.base.model import Memory, MemoryKind
 from undertow.engine.base.timestamps import day_in_words
-from undertow.engine.search.analyzer import Analyzer
+from undertow.engine.search.analyzer import Analyzer, terms_of
 from undertow.engine.search.related_words import related
 from undertow.engine.storage.row_codec import spoken_in
 from undertow.engine.tenants.tenant import Tenant
@@ -65,9 +65,8 @@ class TurnWords:
         but has a large part in the query's vector.
         """
         self.follow(tenant)
-        terms = Analyzer()
-        common = self._index.common(terms.of(query))
-        return (common and terms.without(query, common)) or None
+        common = self._index.common(terms_of(query))
+        return (common and Analyzer().without(query, common)) or None
 
     def __len__(self) -> int:
         """The number of indexed arena rows."""

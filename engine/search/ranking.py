@@ -15,13 +15,12 @@ from undertow.engine.base.model import AnswerStyle, Memory, time_key
 from undertow.engine.base.results import Explanation, Hit, SearchResult
 from undertow.engine.base.timestamps import in_words
 from undertow.engine.policies.base import PromptBudget, PromptTooLong
-from undertow.engine.search.analyzer import Analyzer
+from undertow.engine.search.analyzer import terms_of
 from undertow.engine.search.keyword_index import Int64s, KeywordIndex
 from undertow.engine.search.metadata_index import MetadataIndex
 from undertow.engine.search.score_parts import PartsOfScores
 from undertow.engine.search.time_index import TimeIndex
 from undertow.engine.search.where import Where
-from undertow.engine.storage.row_codec import turn_id
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.arena.arena import Arena
 from undertow.kernels.bm25 import Float64s
@@ -174,7 +173,7 @@ class Ranker:
         anywhere = window.open and where.open and every_turn
         index = self._index_of(tenant) if anywhere else None
         passing = self.passing(tenant, where)
-        terms = tuple(Analyzer().of(words)) if self.by_words(tenant) else ()
+        terms = tuple(terms_of(words)) if self.by_words(tenant) else ()
         asked = Query(query.reshape(1, -1), terms)
         self._keyword_index_of(tenant).end_slices()
         return Ranked(
@@ -358,8 +357,7 @@ def turn_hits(tenant: Tenant, found: Sequence[tuple[float, int]]) -> list[Hit]:
     for score, seq in found:
         if tenant.exists(seq):
             text, timestamp = tenant.said(seq)
-            identity = turn_id(tenant.name, tenant.incarnation, seq)
-            hits.append(Hit(identity, "turn", text, score, timestamp, (seq,)))
+            hits.append(Hit(tenant.turn_id(seq), "turn", text, score, timestamp, (seq,)))
     return hits
 
 

@@ -16,7 +16,7 @@ from undertow.engine.base.results import Receipt
 from undertow.engine.encoders.base import Encoded
 from undertow.engine.encoders.outage import EncoderDown
 from undertow.engine.storage.journal_rows import Row, Rows
-from undertow.engine.storage.row_codec import Control, control_row, pack_turn, turn_id, vector_row
+from undertow.engine.storage.row_codec import Control, control_row, pack_turn, vector_row
 from undertow.engine.tenants.turn_columns import PlacedTurns, TurnColumns
 
 if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torch
@@ -342,7 +342,7 @@ class Admission:
         rows: list[Rows] = []
         for (tenant, seq), vector in zip(turns, vectors, strict=True):
             del tenant.awaiting[seq]
-            id = turn_id(tenant.name, tenant.incarnation, seq)
+            id = tenant.turn_id(seq)
             rows.append(vector_row(tenant.name, tenant.key, seq, id, vector))
         return rows
 
@@ -409,7 +409,7 @@ class Admission:
         new = PlacedTurns.single(pack_turn(turn), tenant)
         self._tenants.reserve(new.segments)
         vectors = self._encode(new)
-        place = turn_id(tenant.name, tenant.incarnation, tenant.next_seq + 1)
+        place = tenant.turn_id(tenant.next_seq + 1)
         control = Control("delete", tenant.next_seq, {**deletion, "replaced_by": place})
         tenant.add_control(control)
         admitted = self._append(new, vectors, [control_row(tenant.name, tenant.key, control)], 1)

@@ -196,9 +196,12 @@ def messages_of(body: Mapping[str, Any]) -> tuple[Message, ...]:
 
 def spoken_in(body: Mapping[str, Any]) -> str:
     """`spoken` of a payload's messages, without an object for each: searches read many payloads."""
-    messages = body["messages"]
-    said = [m for m in messages if m["role"] not in INSTRUCTIONS] or messages
-    return "\n".join([f"{m.get('name') or m['role']}: {m['content']}" for m in said])
+    lines: list[str] = []
+    instructions: list[str] = []
+    for message in body["messages"]:
+        said = instructions if (role := message["role"]) in INSTRUCTIONS else lines
+        said.append(f"{message.get('name') or role}: {message['content']}")
+    return "\n".join(lines or instructions)
 
 
 def key_hash(dedupe_key: str) -> int:

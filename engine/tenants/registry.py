@@ -76,14 +76,13 @@ class TenantRegistry(TenantCatalog):
         """
         self._pinned = frozenset(names)
         self._fetched.difference_update(names)
-        missing = sorted({n for n in names if n not in self._loaded})
-        known = self._known_names() if missing else set()
-        stored = [n for n in missing if n in known]
-        self._load(stored)
-        for name in missing:
-            if name not in self._loaded:
-                self._loaded[name] = self._new(name)
-                known.add(name)
+        if missing := sorted({n for n in names if n not in self._loaded}):
+            known = self._known_names()
+            self._load([n for n in missing if n in known])
+            for name in missing:
+                if name not in self._loaded:
+                    self._loaded[name] = self._new(name)
+                    known.add(name)
         for name in dict.fromkeys(names):
             self._loaded[name] = self._loaded.pop(name)  # most recently used
         return [self._loaded[n] for n in names]
@@ -130,9 +129,7 @@ class TenantRegistry(TenantCatalog):
 
     def _new(self, name: str) -> Tenant:
         key = self._journal.info.tenant_key(name)
-        tenant = Tenant(name, key, self._arena, self.texts)
-        tenant.incarnation = self.incarnation_of(key)
-        return tenant
+        return Tenant(name, key, self._arena, self.texts, self.incarnation_of(key))
 
     def expect(self, name: str) -> None:
         """From now on what is fetched of this tenant is for `load`, as long as it is not loaded otherwise."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from undertow.engine.search.analyzer import Analyzer, root, stem
+from undertow.engine.search.analyzer import Analyzer, root, stem, terms_of
 from undertow.engine.search.irregular_forms import BASE_FORMS
 from undertow.kernels import bm25
 from undertow.kernels.bm25 import K1, B, Bm25, Related
@@ -213,4 +213,6 @@ def test_terms_are_words_of_any_script() -> None:
     ]
     assert set(Analyzer().of("我喜歡陶藝課")) & set(Analyzer().of("陶藝"))
     assert not Analyzer().of("... !?")
+    for text in ("Ann's boat, the BOATS!", "我喜歡陶藝課", "... !?", "the", "x" * 99, ""):
+        assert terms_of(text) == Analyzer().of(text)
     assert Analyzer().of("\ud800 x")  # half a surrogate pair is no letter; nothing breaks

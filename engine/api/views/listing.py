@@ -17,7 +17,6 @@ from undertow.engine.base.model import InputError
 from undertow.engine.base.results import HitKind, Page, Report
 from undertow.engine.search.ranking import Rows, Window, rests_on, shows
 from undertow.engine.storage.journal import Row
-from undertow.engine.storage.row_codec import turn_id
 from undertow.engine.tenants.tenant import Tenant
 
 MAX_LISTED = 1_000
@@ -91,7 +90,7 @@ def _turns(tenant: Tenant, start: Place, passing: Rows | None, within: Rows | No
 
 def _turn(tenant: Tenant, seq: int) -> Report:
     payload = tenant.payload(seq)
-    identity = turn_id(tenant.name, tenant.incarnation, seq)
+    identity = tenant.turn_id(seq)
     timestamp = orjson.loads(payload).get("timestamp")
     return turn_report(Row("turn", tenant.name, tenant.key, seq, payload, identity, timestamp))
 

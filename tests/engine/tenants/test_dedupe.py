@@ -20,6 +20,7 @@ from undertow.bench.mock.replies import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Message, Turn
 from undertow.engine.base.queries import TurnsByKeyQuery
+from undertow.engine.storage.row_codec import turn_id
 from undertow.engine.tenants import payload_file
 from undertow.engine.tenants.log import RecordLog
 from undertow.engine.tenants.payload_file import PayloadFile
@@ -168,6 +169,12 @@ def test_on_a_full_disk_payloads_are_held_in_memory(tmp_path: Path, monkeypatch:
         engine.add_batch(second)
         receipts = engine.add_batch([*first, *second])
         assert [receipt.duplicate for receipt in receipts] == [True] * 6
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(1, 1 << 40), st.integers(0, 1 << 62))
+def test_a_tenant_hashes_ids_like_the_journal(name: str, incarnation: int, seq: int) -> None:
+    tenant = Tenant(name, "key", make_arena(8, "cpu"), PayloadFile(), incarnation)
+    assert tenant.turn_id(seq) == turn_id(name, incarnation, seq)
 
 
 def test_a_turn_costs_few_bytes_of_the_heap() -> None:
