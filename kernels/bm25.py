@@ -115,10 +115,13 @@ def _count_holders(
     new_docs: Int32s,
     row_of_doc: Int32s,
     holders: Int64s,
-) -> None:
-    """Fill `holders` [asked] with the number of texts that have each term."""
+) -> int:
+    """Fill `holders` [asked] with the number of texts that have each term. Returns the largest."""
+    most = 0
     for n in range(asked.shape[0]):
         holders[n] = _holders(asked[n], terms, docs, new_terms, new_docs, row_of_doc)
+        most = max(most, holders[n])
+    return most
 
 
 @lean
@@ -316,7 +319,7 @@ class Bm25:
         """Those of the terms that more than half of the texts have."""
         asked = np.fromiter(dict.fromkeys(terms), np.uint32)
         holders = np.empty(len(asked), np.int64)
-        _count_holders(
+        most = _count_holders(
             asked,
             self._terms,
             self._docs,
@@ -325,7 +328,7 @@ class Bm25:
             np.frombuffer(self._row_of_doc, np.int32),
             holders,
         )
-        return set(asked[2 * holders > len(self)].tolist())
+        return set(asked[2 * holders > len(self)].tolist()) if 2 * most > len(self) else set()
 
     def sort_in(self) -> None:
         """Sort in new postings once there are enough, without those of removed texts.

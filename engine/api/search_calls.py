@@ -164,9 +164,8 @@ class SearchCalls(ABC):
         if len(text) > MAX_QUERY_CHARS:
             raise ValueError(f"the query has {len(text):,} characters. Ask in at most {MAX_QUERY_CHARS:,}.")
         hybrid = self.settings.search == "hybrid" and not dense
-        telling = self.ranker.telling_words(of, text) if hybrid else None
-        counts: dict[str, Any] = {"k_sub": tiers.k_sub, "k_epi": tiers.k_epi, "k_sem": tiers.k_sem}
-        filters: dict[str, Any] = {"window": window, "where": where}
+        terms = self.ranker.terms(of, text) if hybrid else ()
+        telling = self.ranker.telling_words(of, text, terms)
         outage = None
         try:
             with self.trace.span("encode_query", texts=1 if telling is None else 2):
@@ -178,9 +177,16 @@ class SearchCalls(ABC):
                 raise
             outage, vector = down, np.zeros(self.journal.info.dim, np.float16)
         with self.trace.span("rank", asks=1):
-            words = text if hybrid else ""
             ranked = self.ranker.rank(
-                of, vector, **counts, **filters, words=words, consolidated=tiers.consolidated
+                of,
+                vector,
+                k_sub=tiers.k_sub,
+                k_epi=tiers.k_epi,
+                k_sem=tiers.k_sem,
+                window=window,
+                where=where,
+                terms=terms,
+                consolidated=tiers.consolidated,
             )
         if outage is not None:
             ranked = ranked.by_words()
@@ -189,8 +195,11 @@ class SearchCalls(ABC):
         if not explain:
             return ranked
         with self.trace.span("explain"):
-            how: dict[str, Any] = {"words": words, "telling": telling, "counts": counts, **filters}
-            return explained(self.ranker, of, vector, ranked, **how)
+            asked: dict[str, Any] = {"words": text if hybrid else "", "terms": terms, "telling": telling}
+            counts = {"k_sub": tiers.k_sub, "k_epi": tiers.k_epi, "k_sem": tiers.k_sem}
+            return explained(
+                self.ranker, of, vector, ranked, **asked, window=window, where=where, counts=counts
+            )
 
     def recall(self, tenant: str, question: str, rerank: Rerank | None = None) -> SearchResult:
         """The memories that an answer is given, see policies.base.Tiers, in the order of a rerank if any."""

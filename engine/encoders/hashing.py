@@ -47,9 +47,8 @@ class HashingEncoder:
         out = np.empty((len(texts), self.dim), np.float16)
         for start in range(0, len(texts), self._CHUNK):
             part = texts[start : start + self._CHUNK]
-            rows, counts, bins = self._words.look_up(part)
             sums = np.empty((len(part), self.dim))
-            sum_features(rows, counts, bins, sums)
+            sum_features(*self._words.look_up(part), sums)
             out[start : start + len(part)] = sums
         return out
 

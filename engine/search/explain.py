@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ def explained(
     found: Ranked,
     *,
     words: str,
+    terms: Sequence[int],
     telling: str | None,
     window: Window,
     where: Where,
@@ -42,7 +43,7 @@ def explained(
     Explanation. A second ranking, without filters and for more hits, shows what was left out.
     """
     more: dict[str, Any] = {name: count and count + MAX_LEFT_OUT for name, count in counts.items()}
-    every = ranker.rank(tenant, vector, **more, window=ANY_TIME, words=words)
+    every = ranker.rank(tenant, vector, **more, window=ANY_TIME, terms=terms)
     every = every.by_words() if found.words_only else every
     filters = _Filters(window, ranker.within(tenant, window), ranker.passing(tenant, where))
     left_out = _left_out(tenant, found, every, filters)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from undertow.engine.base.model import Memory, MemoryKind
 from undertow.engine.base.timestamps import day_in_words
-from undertow.engine.search.analyzer import Analyzer, terms_of
+from undertow.engine.search.analyzer import Analyzer
 from undertow.engine.search.related_words import related
 from undertow.engine.storage.row_codec import spoken_in
 from undertow.engine.tenants.tenant import Tenant
@@ -58,14 +58,14 @@ class TurnWords:
             self._places = places(session)
         return TurnShares(own, in_context(own, self._places), self._places.beside)
 
-    def telling(self, tenant: Tenant, query: str) -> str | None:
-        """The words of a query that tell turns apart; None if all of its words do, or none.
+    def telling(self, tenant: Tenant, query: str, terms: Sequence[int]) -> str | None:
+        """The words of a query, of these terms, that tell turns apart; None if all of its words do, or none.
 
         A word in more than half of the turns, such as the name of one who speaks in all, tells none apart,
         but has a large part in the query's vector.
         """
         self.follow(tenant)
-        common = self._index.common(terms_of(query))
+        common = self._index.common(terms)
         return (common and Analyzer().without(query, common)) or None
 
     def __len__(self) -> int:

@@ -121,7 +121,7 @@ class Query:
     """A query's vector, float16 [1, dim], and its terms. Without terms only the vector counts."""
 
     vector: NDArray[np.float16]
-    terms: tuple[int, ...]
+    terms: Sequence[int]
 
 
 class Ranker:
@@ -156,13 +156,12 @@ class Ranker:
         k_sem: int,
         window: Window,
         where: Where = EVERYWHERE,
-        words: str = "",
+        terms: Sequence[int] = (),
         consolidated: bool = True,
     ) -> Ranked:
         """The nearest k_sub turns, k_epi episodes and k_sem facts to `query`, float16 [dim].
 
-        By cosine; with `words`, the text of the query, by cosine and keywords (`raised`). A tenant with more
-        than `words_rows` turns and memories is always searched by cosine alone.
+        By cosine; with `terms`, those of the query, by cosine and keywords (`raised`).
         `consolidated`: whether turns that were consolidated into memories may be found.
         Filters apply before the ranking, so that each tier returns k hits if it has them. An episode or fact
         passes `where` if one of its source turns does; its timestamp is its own.
@@ -173,7 +172,6 @@ class Ranker:
         anywhere = window.open and where.open and every_turn
         index = self._index_of(tenant) if anywhere else None
         passing = self.passing(tenant, where)
-        terms = tuple(terms_of(words)) if self.by_words(tenant) else ()
         asked = Query(query.reshape(1, -1), terms)
         self._keyword_index_of(tenant).end_slices()
         return Ranked(
@@ -183,13 +181,17 @@ class Ranker:
             1.0 if index is None else index.recall(k_sub),
         )
 
-    def telling_words(self, tenant: Tenant, text: str) -> str | None:
-        """See TurnWords.telling; None for a tenant that is searched by cosine alone."""
-        if not self.by_words(tenant):
+    def terms(self, tenant: Tenant, text: str) -> Sequence[int]:
+        """The terms of a query; none for a tenant that is searched by cosine alone."""
+        return terms_of(text) if self.by_words(tenant) else ()
+
+    def telling_words(self, tenant: Tenant, text: str, terms: Sequence[int]) -> str | None:
+        """See TurnWords.telling."""
+        if not terms:
             return None
         index = self._keyword_index_of(tenant)
         index.end_slices()
-        return index.turns.telling(tenant, text)
+        return index.turns.telling(tenant, text, terms)
 
     def parts_of_scores(self, tenant: Tenant, query: NDArray[np.float16], words: str) -> PartsOfScores:
         """What the scores of `rank` are made of, for the same query and words."""
@@ -227,7 +229,7 @@ class Ranker:
         return rows if window.open else [*rows, len(self._times_of(tenant))]
 
     def by_words(self, tenant: Tenant) -> bool:
-        """Whether a tenant is searched by keywords too, under a hybrid search."""
+        """Whether a tenant is searched by keywords too, under a hybrid search: a small one."""
         return size_of(tenant) <= self._words_rows
 
     def passing(self, tenant: Tenant, where: Where) -> Rows | None:

@@ -17,8 +17,8 @@ from undertow.engine.storage.wal import WriteAheadLog
 
 log = logging.getLogger(__name__)
 
-# A flush is due at so many rows, which then fill a fragment.
-ROWS_PER_FLUSH = 32_768
+# A flush is due at so many rows, which then fill a fragment, or at so many bytes, which wait in memory.
+ROWS_PER_FLUSH, BYTES_PER_FLUSH = 32_768, 128 << 20
 # Beyond so many times that, an append waits for the flush.
 MOST_FLUSHES = 4
 
@@ -37,7 +37,7 @@ class Tail:
         self._wal = wal
         self._move = move
         self._waiting: list[Commit] = []
-        self._waiting_rows = 0
+        self._waiting_rows = self._waiting_bytes = 0
         # what a flush is moving, or a failed one has left, and the segments that have it
         self._moving: list[Commit] = []
         self._segments: list[str] = []
@@ -48,15 +48,16 @@ class Tail:
         """Write a batch to the log, as rows from `first_lsn` on. OSError, StoreError; else as `settle`."""
         if len(self._moving) > MOST_FLUSHES * self._wal.most_entries:  # flushes keep failing
             self.settle()
-        self._wal.append(first_lsn, batch)
+        self._waiting_bytes += self._wal.append(first_lsn, batch)
         self._waiting.append((first_lsn, batch, epoch))
         self._waiting_rows += batch.num_rows
 
     def flush_if_due(self) -> None:
         """Begin a flush in the background once there is enough for one. Fenced."""
-        if self._waiting_rows < ROWS_PER_FLUSH and len(self._waiting) < self._wal.most_entries:
+        flushes = max(self._waiting_rows / ROWS_PER_FLUSH, self._waiting_bytes / BYTES_PER_FLUSH)
+        if flushes < 1 and len(self._waiting) < self._wal.most_entries:
             return
-        is_late = self._waiting_rows >= MOST_FLUSHES * ROWS_PER_FLUSH
+        is_late = flushes >= MOST_FLUSHES
         if self._flush is not None and not (is_late or self._flush.done()):
             return
         self._end_flush()
@@ -105,7 +106,7 @@ class Tail:
     def _begin_flush(self) -> None:
         self._segments += self._wal.end_segments()
         self._moving += self._waiting
-        self._waiting, self._waiting_rows = [], 0
+        self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
 
     def _run(self) -> None:
         if self._moving:

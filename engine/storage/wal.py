@@ -194,18 +194,22 @@ class WriteAheadLog:
         """Whether another writer has opened the store, or has tried to, where a log takes commits."""
         return self.takes_commits and self._location.read(CLAIM) != self._claim
 
-    def append(self, first_lsn: int, batch: pa.RecordBatch) -> None:
-        """Write one entry. It counts once the caller has found that the store is not claimed by another."""
+    def append(self, first_lsn: int, batch: pa.RecordBatch) -> int:
+        """Write one entry. Returns its size in bytes.
+
+        It counts once the caller has found that the store is not claimed by another.
+        """
         data = packed(self._epoch, first_lsn, batch)
         name = segment_name(self._epoch, first_lsn)
         if self._location.folder is None:
             self._location.write(name, data)
             self._segments.append(name)
-            return
+            return len(data)
         if self._open is None:
             self._open = self._location.begin(name, fsync=self._fsync)
             self._segments.append(name)
         self._open.append(data)
+        return len(data)
 
     def end_segments(self) -> Sequence[str]:
         """Have the next entry begin a segment. Returns the segments of this writer up to here."""

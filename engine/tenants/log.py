@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
+from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
 
@@ -29,7 +30,11 @@ class RecordLog:
     # The 64-bit hash of a dedupe key, in this process only.
     key_hash = staticmethod(hash)
 
-    def __init__(self, texts: PayloadFile) -> None:
+    def __init__(self, name: str, incarnation: int, texts: PayloadFile) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        # of the part that the ids of all turns share, as a search makes many ids
+        self._id_hash = blake2b(f"{name}\x1f{incarnation}\x1f".encode(), digest_size=16)
         self._payloads = Payloads(texts)
         # By seq, ascending.
         self._controls: dict[int, Control] = {}
@@ -86,6 +91,12 @@ class RecordLog:
         return stated, False
 
     # ---- records
+
+    def turn_id(self, seq: int) -> str:
+        """As `row_codec.turn_id`, in half the time."""
+        hashed = self._id_hash.copy()
+        hashed.update(b"%d\x1fturn\x1f0" % seq)
+        return hashed.hexdigest()
 
     def payload(self, seq: int) -> bytes:
         """The payload of a turn; empty for a deleted one, and for a control record."""

@@ -281,9 +281,13 @@ def test_words_that_most_turns_have_tell_none_apart(tmp_path: Path) -> None:
     """They leave the query's vector; what is common depends on the turns that exist."""
     with open_engine(tmp_path / "store", **NEVER) as engine:
         engine.add_batch(turns("ann"))
-        of, telling = engine.tenants.existing("ann"), engine.ranker.telling_words
-        assert telling(of, "Which Boat has the user painted?") == "Boat painted", "each turn has a user"
-        assert telling(of, "Which boat?") is None and telling(of, "the user") is None
+        of, ranker = engine.tenants.existing("ann"), engine.ranker
+
+        def telling(text: str) -> str | None:
+            return ranker.telling_words(of, text, ranker.terms(of, text))
+
+        assert telling("Which Boat has the user painted?") == "Boat painted", "each turn has a user"
+        assert telling("Which boat?") is None and telling("the user") is None
         sent: list[str] = []
         encode = engine._texts.encode_queries
 

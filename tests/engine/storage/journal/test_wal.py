@@ -105,6 +105,24 @@ def test_a_flush_moves_rows_in_the_background_and_keeps_their_order(
     journal.close()
 
 
+@pytest.mark.parametrize(("size", "is_moved"), [(100, False), (10_000, True)])
+def test_a_flush_is_due_at_many_bytes_too(
+    place: Location, monkeypatch: pytest.MonkeyPatch, size: int, is_moved: bool
+) -> None:
+    """Rows in the log wait in memory."""
+    monkeypatch.setattr(tail, "BYTES_PER_FLUSH", 10_000)
+    journal = Journal.open(place, writable=True)
+    said = ["a", "b" * size, "c"]
+    journal.append([row(said[0])])
+    journal.append([row(said[1])])
+    assert journal._tail is not None
+    if flush := journal._tail._flush:
+        flush.result(60)
+    assert bool(segments(place)) is not is_moved
+    journal.append([row(said[2])])
+    assert texts(journal) == said
+
+
 def test_a_flush_that_fails_is_done_again_and_loses_nothing(
     store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
