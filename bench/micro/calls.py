@@ -1,9 +1,9 @@
-"""How long a call of the library takes: `python -m undertow.bench.micro.calls [--turns 20] [--calls 2000]`.
+"""How long calls take: `python -m undertow.bench.micro.calls [--turns 20 1000] [--calls 2000]`.
 
 `Engine.add` of one exchange and `Engine.search`, one after the other on one thread, for tenants with so many
 turns. Messages and queries are those of the service's benchmark: most words repeat, some are new to the
-encoder. Hashing encoder, no LLM, a store in the folder for temporary files. Medians, after `--calls` searches
-to warm up.
+encoder. Hashing encoder, no LLM, a store in the folder for temporary files. Medians: of searches in one
+tenant, after as many to warm up, and of adds to several tenants, `ADDS_EACH` to each.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.encoders.factory import make_encoder
 
-# adds to one tenant, which grows by them, before they go on with another
-ADDS_EACH = 20
+ADDS_EACH, LEAST_TENANTS = 20, 5
 
 
 def median_ms(work: Callable[[str], object], texts: Sequence[str]) -> float:
@@ -57,7 +56,7 @@ def measure(turns: int, calls: int, seed: int = 1) -> dict[str, Any]:
         median_ms(lambda query: engine.search(searched, query), queries[:calls])
         search_ms = median_ms(lambda query: engine.search(searched, query), queries[calls:])
         add_ms = []
-        for _ in range(max(1, calls // (ADDS_EACH + turns))):
+        for _ in range(max(LEAST_TENANTS, calls // (ADDS_EACH + turns))):
             added = filled()
             more = texts.messages(ADDS_EACH)
             add_ms.append(median_ms(lambda message: engine.add(added, exchange(message, "noted")), more))  # noqa: B023

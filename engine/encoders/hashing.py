@@ -97,10 +97,10 @@ class _WordTable:
         begin = int(self._ends[first - 1]) if first else 0
         self._words = _room(self._words, begin + len(text))
         self._ends, self._bins = _room(self._ends, count), _room(self._bins, count)
+        hashes = b"".join([hashlib.blake2b(word, digest_size=2 * self._hits).digest() for word in words])
         in_slots = first
         if 2 * count > len(self._slots):
             self._slots, in_slots = np.full(1 << (4 * count).bit_length(), -1, np.int64), 0
-        hashes = b"".join([hashlib.blake2b(word, digest_size=2 * self._hits).digest() for word in words])
         add_words(
             np.frombuffer(text, np.uint8),
             np.array([*map(len, words)], np.int64),

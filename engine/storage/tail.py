@@ -40,15 +40,18 @@ class Tail:
         self._waiting_rows = self._waiting_bytes = 0
         # what a flush is moving, or a failed one has left, and the segments that have it
         self._moving: list[Commit] = []
+        self._moving_bytes = 0
         self._segments: list[str] = []
         self._thread: ThreadPoolExecutor | None = None
         self._flush: Future[None] | None = None
 
     def append(self, first_lsn: int, batch: pa.RecordBatch, epoch: int) -> None:
         """Write a batch to the log, as rows from `first_lsn` on. OSError, StoreError; else as `settle`."""
-        if len(self._moving) > MOST_FLUSHES * self._wal.most_entries:  # flushes keep failing
+        left = max(len(self._moving) / self._wal.most_entries, self._moving_bytes / BYTES_PER_FLUSH)
+        if left > MOST_FLUSHES:  # flushes keep failing
             self.settle()
-        self._waiting_bytes += self._wal.append(first_lsn, batch)
+        size = self._wal.append(first_lsn, batch)
+        self._waiting_bytes += size
         self._waiting.append((first_lsn, batch, epoch))
         self._waiting_rows += batch.num_rows
 
@@ -106,12 +109,13 @@ class Tail:
     def _begin_flush(self) -> None:
         self._segments += self._wal.end_segments()
         self._moving += self._waiting
+        self._moving_bytes += self._waiting_bytes
         self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
 
     def _run(self) -> None:
         if self._moving:
             self._move(_numbered(self._moving))
-            self._moving = []
+            self._moving, self._moving_bytes = [], 0
         self._wal.remove(self._segments)
         self._segments = []
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -342,6 +343,18 @@ def test_hashing_encoder_is_what_it_says(texts: list[str]) -> None:
                 row[place % 64] += 1 if place < 64 else -1
         row /= np.sqrt((row * row).sum()) or 1.0
     assert SHARED.encode(texts).tobytes() == expected.astype(np.float16).tobytes()
+
+
+def test_words_are_entered_once_as_their_table_grows_under_several_threads() -> None:
+    encoder, draw = HashingEncoder(64), random.Random(5)
+    texts = [" ".join(f"word{draw.randrange(9_000)}" for _ in range(12)) for _ in range(1_500)]
+    expected = np.concatenate([HashingEncoder(64).encode(texts[i : i + 50]) for i in range(0, 1_500, 50)])
+    with ThreadPoolExecutor(4) as threads:
+        encoded = list(threads.map(encoder.encode, ([text] for text in texts)))
+    assert np.array_equal(np.concatenate(encoded), expected)
+    known = len(encoder._words)
+    assert known == 1 + len({word for text in texts for word in text.split()}), "and the empty one"
+    assert np.array_equal(encoder.encode(texts), expected) and len(encoder._words) == known
 
 
 def test_hashing_encoder_is_invariant_and_shared_words_are_near(monkeypatch: pytest.MonkeyPatch) -> None:

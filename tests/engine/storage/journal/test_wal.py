@@ -105,22 +105,34 @@ def test_a_flush_moves_rows_in_the_background_and_keeps_their_order(
     journal.close()
 
 
-@pytest.mark.parametrize(("size", "is_moved"), [(100, False), (10_000, True)])
-def test_a_flush_is_due_at_many_bytes_too(
-    place: Location, monkeypatch: pytest.MonkeyPatch, size: int, is_moved: bool
-) -> None:
-    """Rows in the log wait in memory."""
-    monkeypatch.setattr(tail, "BYTES_PER_FLUSH", 10_000)
+def test_a_flush_is_due_at_many_bytes_too(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all commits that wait in the log, and in memory, and no more once they are moved."""
+    monkeypatch.setattr(tail, "BYTES_PER_FLUSH", 30_000)  # those of three commits
     journal = Journal.open(place, writable=True)
-    said = ["a", "b" * size, "c"]
-    journal.append([row(said[0])])
-    journal.append([row(said[1])])
     assert journal._tail is not None
-    if flush := journal._tail._flush:
-        flush.result(60)
-    assert bool(segments(place)) is not is_moved
-    journal.append([row(said[2])])
+    said = [f"{n}" * 6_000 for n in range(9)]
+    for n, text in enumerate(said):
+        journal.append([row(text)])
+        if flush := journal._tail._flush:
+            flush.result(60)
+        assert bool(segments(place)) is (n % 3 != 2), f"commit {n}"
     assert texts(journal) == said
+    journal.close()
+
+
+def test_rows_that_no_flush_can_move_are_of_bounded_size(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tail, "BYTES_PER_FLUSH", 30_000)
+    journal = Journal.open(store, writable=True)
+    monkeypatch.setattr(LanceLog, "append", Mock(side_effect=OSError("No space left on device")))
+    said: list[str] = []
+    with pytest.raises(JournalError, match=r"No space left"):
+        while len(said) < 100:
+            journal.append([row("x" * 6_000)])
+            said.append("x" * 6_000)
+    assert 2 * tail.MOST_FLUSHES < len(said) < 5 * tail.MOST_FLUSHES
+    assert stored(store) == said
 
 
 def test_a_flush_that_fails_is_done_again_and_loses_nothing(
