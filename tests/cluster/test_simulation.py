@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from random import Random
 
 import pytest
 
+from ..support.cluster.simulation import virtual_time
 from ..support.cluster.simulation.defects import DEFECTS
 from ..support.cluster.simulation.run import Failed, run
 
@@ -22,6 +25,15 @@ FOUND = (460, 538, 929)
 # when they were chosen, each kind of fault befell seven times or more, and three or more found each defect
 SEEDS = (192, 23, 14, 36, 189, 170, 48, 290, 105, 111)
 ROOT = Path(__file__).parents[2]
+
+
+def test_a_thread_that_waits_for_something_real_ends_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a lock of a module that `_simulated` forgets: without an end, a seed would wait for ever."""
+    monkeypatch.setattr(virtual_time, "REAL_S", 0.1)
+    rng, lock = Random(1), threading.Lock()
+    threads = virtual_time.Threads(virtual_time.VirtualLoop(virtual_time.Clock(rng), rng), rng)
+    with lock, pytest.raises(virtual_time.Stuck, match="s0 waits"):
+        virtual_time.SimThread(threads, virtual_time.Group("s0"), lock.acquire).resume()
 
 
 def test_ten_seeds_lose_and_double_nothing_and_decide_as_one_engine_does() -> None:

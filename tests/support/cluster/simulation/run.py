@@ -26,7 +26,7 @@ from undertow.engine.cluster.shard import beside, call_queue, drivers, engine_wo
 from undertow.engine.cluster.shard.api import answer_streams
 from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.step import batch_size, lag, llm_calls
-from undertow.engine.storage import fenced_log, lance_log, tail, version_cleanup, wal
+from undertow.engine.storage import fenced_log, journal_reads, lance_log, tail, version_cleanup, wal
 from undertow.engine.storage import journal as journal_module
 
 from .check import check
@@ -179,7 +179,7 @@ def _simulated(world: World) -> Iterator[None]:
         for measuring in MEASURING:
             patch.setattr(measuring.__init__, "__defaults__", (world.clock.read,))
         patch.setattr(secrets, "token_hex", lambda count=32: chance.randbytes(count).hex())
-        for module in (drivers, journal_module, version_cleanup):
+        for module in (drivers, journal_module, journal_reads, version_cleanup):
             patch.setattr(module, "threading", threads)
         for module in (drivers, tail):
             patch.setattr(module, "ThreadPoolExecutor", threads.ThreadPoolExecutor)

@@ -31,6 +31,10 @@ class Crash(SystemExit):
     """The process ends here. No `except Exception` and no guard against panics stops it."""
 
 
+# how long a thread may run, in real time, before it waits again
+REAL_S = 300.0
+
+
 class Stuck(AssertionError):
     """Nothing will ever happen any more, and somebody waits."""
 
@@ -114,7 +118,8 @@ class SimThread:
         if not self.done:
             threads.current = self
             self._go.release()
-            threads.back.acquire()
+            if not threads.back.acquire(timeout=REAL_S):
+                raise Stuck(f"a thread of {self.group.name} waits for something that is not simulated")
             threads.current = None
             if threads.errors:
                 raise threads.errors.pop()
