@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import typer
+from formats import formats
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
 from pydantic.fields import FieldInfo
@@ -30,6 +31,7 @@ from undertow.serving.http import problems
 from undertow.serving.http.app import make_app
 from undertow.serving.http.openapi import STATUSES
 from undertow.serving.http.service_settings import ServiceSettings
+from undertow.serving.mcp.tools import TOOLS
 from undertow.serving.telemetry.metrics import HTTPMetrics, ShardCollector
 
 MADE = "This page is made from the code.\n"
@@ -39,7 +41,16 @@ BOUNDS = {"ge": "from", "gt": "above", "le": "to", "lt": "below", "pattern": "li
 MEMBERS = "\n   :members:\n   :undoc-members:\n   :inherited-members:\n"
 METRIC = ("name", "type", "documentation")
 MARKDOWN = re.compile(r"\]\((\.\./[^)#]+\.md)")
-VARIES = "What is wrong with this request, and what to do."
+VARIES = "The text says what is wrong, and what to do."
+WHAT_TO_DO = {
+    0: "",
+    1: "Read the message: it names the cause and the cure. `undertow doctor` examines a store.",
+    2: "Read the message: it names the option or the setting. Each command has `--help`.",
+    3: "Correct the lines that the messages name, and give them again. `ingest` has stored the others, "
+    "except what `--strict` left out; `import` has stored nothing.",
+    4: "Start the server, or correct its settings. `undertow drain` then does the work that waits.",
+    130: "Run the command again; `ingest` with `--resume`.",
+}
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
@@ -51,7 +62,8 @@ def setup(app: Sphinx) -> dict[str, bool]:
 def write(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     pages = {"settings.rst": settings, "commands.md": commands, "http.md": http}
-    for name, parts in {**pages, "metrics.md": metrics, "errors.md": errors, "python.rst": python}.items():
+    pages |= {"metrics.md": metrics, "errors.md": errors, "formats.md": file_formats, "mcp.md": mcp}
+    for name, parts in {**pages, "python.rst": python}.items():
         (folder / name).write_text("\n".join(parts()))
 
 
@@ -221,27 +233,75 @@ def metric(of: Any) -> tuple[str, ...]:
 def errors() -> Iterator[str]:
     words = dict(re.findall(r"(\d+) ([^;]+)[;.]", EXIT_CODES))
     yield f"# Exit codes and problem types\n\n{MADE}\n## Exit codes\n"
-    yield table("code | meaning", ((f"{one:d}", told(words.get(f"{one:d}"), one.name)) for one in Exit))
-    yield f"## Problem types\n\nErrors over HTTP are `{problems.MEDIA_TYPE}` (RFC 9457).\n"
+    rows = ((f"{one:d}", told(words.get(f"{one:d}"), one.name), WHAT_TO_DO[one]) for one in Exit)
+    yield table("code | meaning | what to do", rows)
+    yield f"## Problem types\n\nErrors over HTTP are `{problems.MEDIA_TYPE}` (RFC 9457)."
+    yield "On mem0's routes they are plain JSON."
+    yield "An error without a type of its own, such as 405, has the type `about:blank`."
+    yield "Where several texts are possible, each is given; … is what depends on the case.\n"
     rows = ((f"`{problems.URN}{kind[0]}`", kind[1], text) for kind, text in sorted(problem_types().items()))
     yield table("type | status | what it says", rows)
 
 
 def problem_types() -> dict[tuple[str, str], str]:
-    """The problems of engine errors, and those that the service raises itself, with their words."""
+    """The problems of engine errors, and those that the service raises itself, with their texts."""
     kinds = [*problems.KINDS.values(), problems.INTERNAL]
-    found = {(kind.slug, str(kind.status)): kind.detail or VARIES for kind in kinds}
+    found: dict[tuple[str, str], list[str]] = {}
+    for kind in kinds:
+        found.setdefault((kind.slug, str(kind.status)), []).append(kind.detail or VARIES)
     for file in sorted(Path(problems.__file__).parents[1].rglob("*.py")):
         tree = ast.parse(file.read_text())
-        assigned = [of for of in tree.body if isinstance(of, ast.Assign)]
-        fixed = {ast.unparse(of.targets[0]): of.value for of in assigned}
         for call in (of for of in ast.walk(tree) if isinstance(of, ast.Call)):
             made = ast.unparse(call.func)
-            given = [getattr(fixed.get(ast.unparse(of), of), "value", None) for of in call.args]
-            status, slug, words, *_ = [429] * (made == "Refusal") + given + [None] * 3
-            if made in ("Problem", "Refusal") and status and slug and isinstance(slug, str):
-                found.setdefault((slug, str(status)), words if isinstance(words, str) else VARIES)
-    return found
+            first = [ast.Constant(429)] * (made == "Refusal")
+            status, slug, words, *_ = [*first, *call.args, *[ast.Constant(None)] * 3]
+            if made in ("Problem", "Refusal") and texts(slug, tree) and getattr(status, "value", None):
+                key = (texts(slug, tree)[0], str(status.value))
+                found.setdefault(key, []).extend(texts(words, tree))
+    return {kind: "<br>".join(dict.fromkeys(words)) or VARIES for kind, words in found.items() if kind[0]}
+
+
+def texts(of: ast.expr, tree: ast.Module) -> list[str]:
+    """The texts that an expression may be, with … for the parts that are known only when it runs."""
+    match of:
+        case ast.Constant(str(words)):
+            return [words]
+        case ast.JoinedStr(parts):
+            words = "".join(part.value if isinstance(part, ast.Constant) else "…" for part in parts)
+            return [words] if words.strip("… :") else []
+        case ast.IfExp(_, one, other):
+            return [*texts(one, tree), *texts(other, tree)]
+        case ast.Call(ast.Attribute(words, "format")):
+            return [re.sub(r"\{\w+\}", "…", text) for text in texts(words, tree)]
+        case ast.Name(name):
+            given = [
+                one
+                for one in ast.walk(tree)
+                if isinstance(one, ast.Assign)
+                and ast.unparse(one.targets[0]) == name
+                and one.lineno < of.lineno
+            ]
+            return texts(max(given, key=lambda one: one.lineno).value, tree) if given else []
+    return []
+
+
+# ---- file formats, MCP
+
+
+def file_formats() -> Iterator[str]:
+    yield f"# File formats\n\n{MADE}"
+    for title, words, head, rows in formats():
+        yield f"{title}\n\n{words}\n\n{table(head, rows)}"
+
+
+def mcp() -> Iterator[str]:
+    yield f"# MCP tools\n\n{MADE}\n[The service](../service.md#mcp) says how to reach them.\n"
+    for tool in TOOLS.values():
+        given = tool.described(bound=False).input_schema
+        yield f"## `{tool.name}`\n\n{tool.title}. {tool.description}\n"
+        needed = given.get("required", ())
+        parts = ((key, {"schema": of, "required": key in needed}) for key, of in given["properties"].items())
+        yield table("argument | type | meaning", ((f"`{key}`", *meaning(of)) for key, of in parts))
 
 
 # ---- Python

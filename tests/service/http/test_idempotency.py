@@ -10,6 +10,8 @@ from undertow.serving.http.middleware.idempotency import IdempotencyStore, Idemp
 from undertow.serving.http.problems import Problem
 from undertow.serving.http.state_db import StateDb, StateError
 
+from ...support.service.http import Running
+
 MARK, OTHER, REQUEST = b"m" * 32, b"o" * 32, b"r" * 32
 
 
@@ -57,6 +59,22 @@ async def test_kept_responses_expire(state: StateDb) -> None:
         anew = await once.begin(mark, None, REQUEST)
         assert isinstance(anew, IdempotentRequest)
         assert not anew.again
+
+
+def test_every_operation_that_changes_something_describes_the_header(running: Running) -> None:
+    others = {"/v1/tenants/{tenant}/search", "/v1/tenants/{tenant}/answer", "/v1/webhooks"}
+    missing, seen = [], 0
+    for path, operations in running.app.openapi()["paths"].items():
+        for method, operation in operations.items():
+            headers = {
+                one["name"].lower() for one in operation.get("parameters", ()) if one["in"] == "header"
+            }
+            changes = method != "get" and not (method == "post" and path in others)
+            seen += changes
+            if ("idempotency-key" in headers) != changes:
+                missing.append((method, path))
+    assert not missing
+    assert seen >= 12
 
 
 def test_a_state_folder_is_of_one_service(tmp_path: Path) -> None:
