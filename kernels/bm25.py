@@ -5,7 +5,7 @@ are counted over the current texts at query time. So scores depend on these text
 order of arrival nor on deleted texts.
 
 Postings are sorted by term. Those of new texts are appended unsorted, and sorted in once they are an eighth
-of all. About 10 bytes a posting.
+of all. 12 bytes a posting.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,16 +65,19 @@ class Files:
 @contextmanager
 def hosted(
     memories: AsyncMemories,
+    state: StateDb,
     files: Files,
     settings: ServiceSettings | None = None,
     engine: Settings | None = None,
     *,
     extend: Callable[[FastAPI], None] | None = None,
 ) -> Iterator[FastAPI]:
-    """The application over some memories, with its files open. `extend`: see make_app. UndertowError."""
+    """The application over some memories, with its files open. `extend`: see make_app. UndertowError.
+
+    The state comes first, before the memories are opened: a second service on a root must end here, without
+    taking the shards over from the one that runs.
+    """
     with ExitStack() as stack:
-        state = StateDb(files.state)
-        stack.callback(state.close)
         service = Service(
             memories,
             state,
@@ -129,13 +132,14 @@ def run(
         )
     listening = bound(host, port)  # before the store is opened, which takes long
 
-    async def serve() -> None:
+    async def serve(state: StateDb) -> None:
         async with await asyncio.to_thread(open_memories, asyncio.get_running_loop()) as memories:
-            with hosted(memories, files, settings, engine, extend=extend) as app:
+            with hosted(memories, state, files, settings, engine, extend=extend) as app:
                 await HttpServer(app, host, listening[0].getsockname()[1], on_start).serve(listening)
 
     try:
-        run_loop(serve())
+        with closing(StateDb(files.state)) as state:
+            run_loop(serve(state))
     finally:
         for one in listening:
             one.close()
@@ -149,7 +153,8 @@ async def serve_mcp(
     engine: Settings,
 ) -> None:
     """Serve MCP on stdio over a store of this machine, until standard input ends. UndertowError."""
-    async with await asyncio.to_thread(open_memories, asyncio.get_running_loop()) as memories:
-        with hosted(memories, files, settings, engine) as app:
-            async with app.router.lifespan_context(app), in_process(app) as http:
-                await serve_stdio(Caller(AsyncClient(HERE, http=http), tenant))
+    with closing(StateDb(files.state)) as state:
+        async with await asyncio.to_thread(open_memories, asyncio.get_running_loop()) as memories:
+            with hosted(memories, state, files, settings, engine) as app:
+                async with app.router.lifespan_context(app), in_process(app) as http:
+                    await serve_stdio(Caller(AsyncClient(HERE, http=http), tenant))

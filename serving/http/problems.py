@@ -130,12 +130,12 @@ _NO_LLM = (
 # the first match counts, so subclasses come before their bases
 KINDS: Mapping[type[Exception], _Kind] = {
     UnknownTenant: _Kind(404, "unknown-tenant", "This tenant has no memories here. Add some first."),
-    UnknownMemory: _Kind(404, "unknown-memory", "This tenant has no memory of this id, or none any more."),
+    UnknownMemory: _Kind(404, "unknown-memory", "This tenant has no memory with this id, or not any more."),
     InputError: _Kind(422, "input", None),
     TenantExists: _Kind(
         409,
         "tenant-exists",
-        "This tenant is here already, if only with deleted turns or a policy. "
+        "This tenant exists already, even if only with deleted turns or a policy. "
         "Import under another name, or erase it first.",
     ),
     PolicyConflict: _Kind(409, "policy", None),
@@ -148,8 +148,8 @@ KINDS: Mapping[type[Exception], _Kind] = {
     QueueFull: _Kind(429, "queue-full", "Too many turns wait to be stored. Try again in a moment.", 1),
     ArenaFull: _Kind(503, "memory-full", "There is no room in memory for this tenant now. Try again.", 5),
     EncoderDown: _Kind(503, "encoder", "The embedding endpoint cannot be used now. Try again later.", 5),
-    BadReply: _Kind(503, "llm-reply", "The language model gave no usable answer. Ask again, or otherwise."),
-    BrokenOff: _Kind(503, "llm-broke-off", "The answer broke off; what came of it is no answer. Ask again."),
+    BadReply: _Kind(503, "llm-reply", "The language model gave no usable answer. Ask in other words."),
+    BrokenOff: _Kind(503, "llm-broke-off", "The answer broke off. Discard what arrived, and ask again."),
     ServerRefused: _Kind(503, "llm", _LLM, 30),
     ShardDown: _Kind(503, "shard", _SHARD, 5),
     ShardGone: _Kind(503, "shard", _SHARD, 5),
@@ -157,7 +157,7 @@ KINDS: Mapping[type[Exception], _Kind] = {
     InTransit: _Kind(503, "moving", _SHARD, 1),
     NoLLM: _Kind(503, "no-llm", _NO_LLM),
     StoreError: _Kind(503, "store", _STORE, 30),
-    AuditError: _Kind(503, "audit", "The act cannot be written down, so it was not begun. Try later.", 30),
+    AuditError: _Kind(503, "audit", "The audit log cannot record this, so it was not begun. Try later.", 30),
     UndertowError: _Kind(503, "engine", "The engine cannot do this now. Try again later.", 5),
 }
 # what those of mem0's API, and of others, are here

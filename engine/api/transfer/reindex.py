@@ -7,6 +7,7 @@ moment before, the store is as it was, and the same call goes on with the copy w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
@@ -26,7 +27,9 @@ from undertow.engine.storage.store_info import StoreError, StoreInfo, write_info
 
 Encode = Callable[[Sequence[str]], NDArray[np.float16]]
 
+# embedded at a time, and committed at a time: each commit is a version of the dataset, with files of its own
 ROWS_PER_STEP = 512
+ROWS_PER_COMMIT, BYTES_PER_COMMIT, SECONDS_PER_COMMIT = 32_768, 128 << 20, 60.0
 PROGRESS_FILE = "reindex.json"
 
 
@@ -94,14 +97,40 @@ def _copy(
     """Copy what the copy does not have yet; how many vectors it then holds."""
     total, embedded, done = journal.row_count, 0, 0
     first = max(copy.columns(["lsn"])["lsn"].to_pylist(), default=-1) + 1
-    for rows in _batches(journal):
-        embedded += sum(_embedded_text(row, embed_timestamp) is not None for row in rows)
-        if fresh := [row for row in rows if row.lsn >= first]:
+    waiting = _Waiting(copy)
+    try:
+        for rows in _batches(journal):
+            embedded += sum(_embedded_text(row, embed_timestamp) is not None for row in rows)
+            fresh = [row for row in rows if row.lsn >= first]
             embed_rows(fresh, encoder.encode, embed_timestamp)
-            copy.append_copies(fresh)
-        done += len(rows)
-        on_rows(done, total)
+            waiting.add(fresh)
+            done += len(rows)
+            on_rows(done, total)
+    finally:  # also where the encoder has failed: what it made need not be made again
+        waiting.commit()
     return embedded
+
+
+class _Waiting:
+    """Rows that wait to be committed to the copy."""
+
+    def __init__(self, copy: Journal) -> None:
+        self._copy = copy
+        self._rows: list[Row] = []
+        self._bytes, self._since_s = 0, time.monotonic()
+
+    def add(self, rows: Sequence[Row]) -> None:
+        self._rows += rows
+        self._bytes += sum(len(row.payload) for row in rows)
+        late = time.monotonic() - self._since_s >= SECONDS_PER_COMMIT
+        if late or len(self._rows) >= ROWS_PER_COMMIT or self._bytes >= BYTES_PER_COMMIT:
+            self.commit()
+
+    def commit(self) -> None:
+        rows, self._rows, self._bytes = self._rows, [], 0
+        if rows:
+            self._copy.append_copies(rows)
+        self._since_s = time.monotonic()
 
 
 def _batches(journal: Journal) -> Iterator[list[Row]]:

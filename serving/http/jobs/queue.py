@@ -154,7 +154,7 @@ class JobQueue:
     def _check_room(self, count: int, of_tenant: int) -> None:
         """Problem 429: too many jobs are open."""
         if of_tenant >= self._settings.max_tenant_jobs:
-            raise _too_many("Too many jobs of this tenant are open. Wait for some to end.")
+            raise _too_many("Too many jobs of this tenant are open. Wait until some have ended.")
         if count >= self._settings.max_jobs:
             raise _too_many("Too many jobs are open. Try again when some have ended.")
 

@@ -23,15 +23,15 @@ class Refusal(NamedTuple):
 
 
 OVERLOAD = Refusal("overload", "Too many requests are under way. Try again.")
-KEY_BUSY = Refusal("key-busy", "Too many requests with this key are under way. Wait for some.")
-TENANT_BUSY = Refusal("tenant-busy", "Too many requests for this tenant are under way. Wait for some.")
+KEY_BUSY = Refusal("key-busy", "Too many requests with this key are under way. Wait until some end.")
+TENANT_BUSY = Refusal("tenant-busy", "Too many requests for this tenant are under way. Wait until some end.")
 LONG = Refusal("long", "Too many answers, flushes and exports are under way. Try again.", CLOSE)
-KEY_STREAMS = Refusal("streams", "As many streams of events as one key may have are open. End one.", CLOSE)
-TENANT_STREAMS = Refusal("streams", "Enough streams of this tenant's events are open. End one.", CLOSE)
-STREAMS = Refusal("streams", "Enough streams of events are open. Try again when one has ended.", CLOSE)
-IMPORTS = Refusal("imports", "Enough imports are under way. Try again when one has ended.", CLOSE)
-QUEUE = Refusal("tenant-queue", "Too many turns of this tenant are being stored. Wait for some.")
-KEY_QUEUE = Refusal("key-queue", "Too many turns sent with this key are being stored. Wait for some.")
+KEY_STREAMS = Refusal("streams", "Too many streams of events are open with this key. End one.", CLOSE)
+TENANT_STREAMS = Refusal("streams", "Too many streams of this tenant's events are open. End one.", CLOSE)
+STREAMS = Refusal("streams", "Too many streams of events are open. Try again when one has ended.", CLOSE)
+IMPORTS = Refusal("imports", "Too many imports are under way. Try again when one has ended.", CLOSE)
+QUEUE = Refusal("tenant-queue", "Too many turns of this tenant wait. Wait until some are stored.")
+KEY_QUEUE = Refusal("key-queue", "Too many turns sent with this key wait. Wait until some are stored.")
 
 
 class LoadLimits:

@@ -20,7 +20,10 @@ from undertow.serving.http.routes.schemas import Item
 if TYPE_CHECKING:
     from undertow.serving.async_memories import AsyncMemories
 
-PARKED = "The engine failed at one of these turns, and has set it aside for its operator to look at."
+PARKED = (
+    "The engine failed at one of these turns and set it aside. The operator of the service can look at it; "
+    "afterwards, send the turn again."
+)
 OTHER_MESSAGES = "This Idempotency-Key was used for other messages. Take a new key for new messages."
 
 

@@ -316,7 +316,7 @@ def test_streams_are_counted_and_need_the_right_to_read(client: httpx2.Client, r
         with other.stream("GET", at("a", "/events")):
             assert "tenant" in is_problem(third.get(at("a", "/events")), 429, "streams")["detail"]
             assert add(client, "a", "the boat"), "streams take no request's place"
-            assert "Enough streams of events" in is_problem(third.get(at("b", "/events")), 429)["detail"]
+            assert "Too many streams of events" in is_problem(third.get(at("b", "/events")), 429)["detail"]
     wait_until(lambda: "undertow_event_streams 0.0" in client.get("/metrics").text)
 
 

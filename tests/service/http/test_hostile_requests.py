@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -31,6 +32,7 @@ from undertow.serving.http.middleware.fair_turns import FairTurns
 from undertow.serving.http.middleware.guard import OpenGuard
 from undertow.serving.http.problems import Problem
 from undertow.serving.http.service_settings import ServiceSettings
+from undertow.serving.http.state_db import StateDb
 
 from ...support.cluster.in_process import settings
 from ...support.llm_servers import wait_until
@@ -330,7 +332,10 @@ async def test_a_request_is_freed_with_its_response_as_the_collector_holds_the_l
     store = tmp_path / "store"
     async with opened(store, theta_count=1_000) as memories:  # no add calls the LLM
         files = Files.beside(Location.of(store), None, None, open_to_all=True)
-        with hosted(memories, files, ServiceSettings(), settings()) as app:
+        with (
+            closing(StateDb(files.state)) as state,
+            hosted(memories, state, files, ServiceSettings(), settings()) as app,
+        ):
             assert await ask(app, "POST", "/v1/tenants/ann/memories", SAID) == 200
             for _ in range(REPEATS):  # what is made once is made now
                 assert await ask(app, method, f"/v1/tenants/{path}", body) == status

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from undertow.serving.http.hosting import Files, hosted
 from undertow.serving.http.server import HttpServer, run_loop
 from undertow.serving.http.service import Service
 from undertow.serving.http.service_settings import ServiceSettings
+from undertow.serving.http.state_db import StateDb
 from undertow.serving.inspector.pages import inspector
 
 from ..cluster.in_process import PARTS
@@ -147,7 +148,10 @@ def serving(
     async def serve() -> None:
         files = Files.beside(Location.of(folder), None, None, open_to_all=open_to_all)
         async with await asyncio.to_thread(_opened, asyncio.get_running_loop()) as memories:
-            with hosted(wrap(memories), files, settings, engines, extend=extend) as app:
+            with (
+                closing(StateDb(files.state)) as state,
+                hosted(wrap(memories), state, files, settings, engines, extend=extend) as app,
+            ):
 
                 def tell(port: int) -> None:
                     running.url = f"http://127.0.0.1:{port}"
