@@ -312,7 +312,7 @@ def test_streams_are_counted_and_need_the_right_to_read(client: httpx2.Client, r
         is_problem(key.get(at("counted", "/events"), params={"follow": False}), 403)
     own, other, third = (running.client(Scope.READ) for _ in range(3))
     with own.stream("GET", at("a", "/events")), own.stream("GET", at("b", "/events")):
-        assert "one key" in is_problem(own.get(at("c", "/events")), 429, "streams")["detail"]
+        assert "with this key" in is_problem(own.get(at("c", "/events")), 429, "streams")["detail"]
         with other.stream("GET", at("a", "/events")):
             assert "tenant" in is_problem(third.get(at("a", "/events")), 429, "streams")["detail"]
             assert add(client, "a", "the boat"), "streams take no request's place"

@@ -201,7 +201,7 @@ def test_a_second_service_is_refused(tmp_path: Path) -> None:
         assert httpx2.get(f"{first.url}/inspect", timeout=SOON_S).status_code == 200
         ran = run("serve", "--store", tmp_path, "--port", "0", "--insecure-no-auth")
         assert ran.code == 1
-        assert "is being written by process" in ran.err
+        assert "belongs to a service that is running" in ran.err
 
 
 def test_idle_connections_leave_files_for_the_store_and_for_others(tmp_path: Path) -> None:
