@@ -346,7 +346,7 @@ def test_one_tenant_s_key_reaches_no_other_s_memories(clients: Clients, client: 
     for method, arguments in attempts.items():
         with pytest.raises(Exception, match="lacks the scope"):
             getattr(ann, method)(**arguments)
-    with pytest.raises(Exception, match="no memory of this id"):
+    with pytest.raises(Exception, match="no memory with this id"):
         ann.get(opaque("iso-ann", own))
     assert [user["name"] for user in ann.users()["results"]] == ["iso-ann"]
     ann.reset()
