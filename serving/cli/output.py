@@ -8,11 +8,14 @@ from typing import Any
 
 import orjson
 from rich.console import Console
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 # rich falls back to 80 columns where the output is no terminal
 PIPED_WIDTH = 140
+UNBOUNDED = 10_000
 WIDE = ("text", "earlier_text", "memory", "reason")
 WIDE_CHARS = 40
 UNBROKEN = ("id", "seq", "tenant", "kind", "decision", "state")
@@ -74,7 +77,10 @@ def put_records(
 
 
 def put_table(records: Sequence[Mapping[str, Any]], columns: Sequence[str], *, title: str = "") -> None:
-    """Some columns of the records as a table. Long texts are cut."""
+    """Some columns of the records as a table, or as blocks of lines where that is too wide.
+
+    Long texts are cut.
+    """
     table = Table(title=title or None, title_justify="left", header_style="bold")
     for name in columns:
         numeric = bool(records) and all(isinstance(r.get(name), int | float | None) for r in records)
@@ -88,7 +94,30 @@ def put_table(records: Sequence[Mapping[str, Any]], columns: Sequence[str], *, t
         )
     for record in records:
         table.add_row(*(_cell(record.get(name)) for name in columns))
-    console().print(table, markup=False)
+    to = console()
+    if records and Measurement.get(to, to.options.update(max_width=UNBOUNDED), table).minimum > to.width:
+        _put_blocks(records, columns, title, to)
+    else:
+        to.print(table, markup=False)
+
+
+def _put_blocks(
+    records: Sequence[Mapping[str, Any]], columns: Sequence[str], title: str, to: Console
+) -> None:
+    """The records one below the other: first the short columns, then the texts."""
+    if title:
+        to.print(Text(title, style="table.title"))
+    for record in records:
+        shown = {name: cell for name in columns if (cell := _cell(record.get(name)))}
+        short = [
+            Text.assemble((name.replace("_", " "), "bold"), " ", cell)
+            for name, cell in shown.items()
+            if name not in WIDE
+        ]
+        to.print(Text("  ").join(short))
+        for name in WIDE:
+            if name in shown:
+                to.print(Padding(shown[name], (0, 0, 0, 4)), markup=False)
 
 
 def put_pairs(pairs: Mapping[str, Any], *, title: str = "") -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from undertow.engine.storage.journal import Journal
+from undertow.serving.cli import output
 from undertow.serving.cli.commands import read
 from undertow.serving.cli.commands.read import _filters
 
@@ -26,6 +27,22 @@ def test_search_ranks_and_bounds_and_filters_by_time(built: Path) -> None:
     dated = run("search", "anything", *of, *one_day, "--json").lines
     assert {h["timestamp"] for h in dated} == {"2026-01-05T10:00:00"}
     assert "boat" in run("search", "boat planks", *of).out
+
+
+@pytest.mark.parametrize("command", [("list", "--kind", "turns"), ("search", "boat", "-k", "30")])
+def test_texts_are_not_squeezed_on_a_narrow_terminal(
+    built: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    of = ("--tenant", "ada", "--store", built)
+    records = run(*command, *of, "--json").lines
+    monkeypatch.setattr(output, "PIPED_WIDTH", 80)
+    shown = run(*command, *of).out
+    assert max(map(len, shown.splitlines())) <= 80
+    joined = "".join(shown.split())
+    for record in records:
+        text = (record.get("text") or record["memory"])[: output.SHOWN_CHARS]
+        assert "".join(text.split()) in joined
+        assert record["id"][:8] in joined and record["timestamp"] in joined
 
 
 def test_ask_answers_with_its_memories_and_cost(store: Path, server: str) -> None:
