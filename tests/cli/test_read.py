@@ -33,16 +33,15 @@ def test_search_ranks_and_bounds_and_filters_by_time(built: Path) -> None:
 def test_texts_are_not_squeezed_on_a_narrow_terminal(
     built: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
-    of = ("--tenant", "ada", "--store", built)
-    records = run(*command, *of, "--json").lines
+    command += ("--tenant", "ada", "--store", str(built))
+    records = run(*command, "--json").lines
     monkeypatch.setattr(output, "PIPED_WIDTH", 80)
-    shown = run(*command, *of).out
+    shown = run(*command).out
     assert max(map(len, shown.splitlines())) <= 80
     joined = "".join(shown.split())
     for record in records:
         text = (record.get("text") or record["memory"])[: output.SHOWN_CHARS]
-        assert "".join(text.split()) in joined
-        assert record["id"][:8] in joined and record["timestamp"] in joined
+        assert all("".join(s.split()) in joined for s in (text, record["id"][:8], record["timestamp"]))
 
 
 def test_ask_answers_with_its_memories_and_cost(store: Path, server: str) -> None:

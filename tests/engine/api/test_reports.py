@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import orjson
@@ -230,9 +231,12 @@ def test_a_reindex_cut_short_leaves_the_store_and_goes_on_later(
         reindex(store, FailingEncoder(4))
     old = Journal.open(store, writable=False)
     assert (old.info.dim, list(Reports(old).export("ada"))) == (384, before)
-
     rest = FailingEncoder(10_000)
-    embedded = reindex(store, rest)
+    monkeypatch.setattr("undertow.engine.api.transfer.reindex.ROWS_PER_COMMIT", 25)
+    with patch.object(Journal, "append_copies", autospec=True, side_effect=Journal.append_copies) as append:
+        embedded = reindex(store, rest)
+    commits = [len(call.args[1]) for call in append.call_args_list]
+    assert commits[1:] and 20 < min(commits[:-1]) <= max(commits) <= 34, "a commit for several steps"
     new = Journal.open(store, writable=False)
     assert new.info.dim == 64
     assert list(Reports(new).export("ada")) == before
@@ -259,8 +263,7 @@ def test_a_half_made_reindex_is_thrown_away_when_the_store_has_changed(
     rest = FailingEncoder(10_000)
     assert rest.texts == 0
     assert reindex(store, rest) == rest.texts, "everything was embedded anew"
-    turns = Reports(Journal.open(store, writable=False)).turns("ada")
-    assert first not in [t["id"] for t in turns]
+    assert first not in [t["id"] for t in Reports(Journal.open(store, writable=False)).turns("ada")]
 
 
 def test_pair_cosines_give_the_exact_quantile() -> None:
