@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from undertow.engine.api.answer_calls import AnswerCalls
@@ -53,6 +52,19 @@ from undertow.kernels.device import nvtx_ranges
 from undertow.kernels.gate.factory import make_gate
 
 
+@dataclass(slots=True)
+class _Failing:
+    """Around work in memory, which may be ahead of the journal after other errors: only reopening helps."""
+
+    engine: Engine
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, ArenaFull | EncoderDown):
+            self.engine._failure = error
+
+
 class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
     """Many tenants' memories in one store. Use as a context manager, from one thread.
 
@@ -80,6 +92,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
         self.trace.use_ranges(nvtx_ranges())
         self.warnings: list[str] = []
         self._failure: BaseException | None = None
+        self._failing = _Failing(self)
         self._budget = PromptBudget(settings.context_tokens, settings.reply_tokens)
         plain = encoder.fingerprint
         self._fingerprint = plain.with_timestamps() if settings.embed_timestamp else plain
@@ -167,9 +180,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -254,7 +265,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
         """As `step`, up to its commit. Until `end_step`, search no tenant in `scheduler.uncommitted`."""
         self._check_sound()
         self._residency.prepare(may_read=not self.journal.is_read_beside)
-        with self._failing():
+        with self._failing:
             self._log_feedback(FEEDBACK_PER_STEP)
             if self.scheduler.admission_paused and self.server_lost:
                 self.scheduler.suspend()  # what is stored does not wait for a server
@@ -262,24 +273,13 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
 
     def commit_step(self) -> None:
         """The commit of a step that was begun; on any thread. JournalError."""
-        with self._failing():
+        with self._failing:
             self.scheduler.commit_step()
 
     def end_step(self) -> StepReport:
         """Hand out what a committed step has stored."""
-        with self._failing():
+        with self._failing:
             return self.scheduler.end_step()
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """After other errors memory may be ahead of the journal: only reopening helps."""
-        try:
-            yield
-        except (ArenaFull, EncoderDown):
-            raise
-        except BaseException as error:
-            self._failure = error
-            raise
 
     def _check_sound(self) -> None:
         if self._failure is not None:

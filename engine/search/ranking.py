@@ -21,6 +21,7 @@ from undertow.engine.search.metadata_index import MetadataIndex
 from undertow.engine.search.score_parts import PartsOfScores
 from undertow.engine.search.time_index import TimeIndex
 from undertow.engine.search.where import Where
+from undertow.engine.storage.row_codec import said_in
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.arena.arena import Arena
 from undertow.kernels.bm25 import Float64s
@@ -357,8 +358,8 @@ def turn_hits(tenant: Tenant, found: Sequence[tuple[float, int]]) -> list[Hit]:
     """The hits of turns, given by score and seq; those that were deleted since are left out."""
     hits = []
     for score, seq in found:
-        if tenant.exists(seq):
-            text, timestamp = tenant.said(seq)
+        if payload := tenant.payload(seq):
+            text, timestamp = said_in(payload)
             hits.append(Hit(tenant.turn_id(seq), "turn", text, score, timestamp, (seq,)))
     return hits
 

@@ -6,11 +6,6 @@ end of the step, and an encoder on a CPU takes as long for twenty texts as one o
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-
 MOST_TURNS = 2_048
 # A step of a bulk load takes so many times the turns: nobody waits for it, and it does less a turn.
 BULK_FACTOR = 4
@@ -29,13 +24,6 @@ QUICK_TURNS = 32
 MOST_RECORDS = 8_192
 
 
-@dataclass(slots=True)
-class AdmissionSize:
-    """Filled in by the caller: how many turns were new, so that they were embedded and written."""
-
-    fresh_turns: int = 0
-
-
 class BatchSizer:
     """The number of turns whose admission takes about `ADMISSION_S`, measured on earlier steps.
 
@@ -44,42 +32,34 @@ class BatchSizer:
     Decisions do not depend on it: batched equals streamed.
     """
 
-    def __init__(self, turns: int | None = None, *, clock_s: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, turns: int | None = None) -> None:
         """`turns`: a fixed number, instead of a measured one."""
         self._fixed = turns is not None
-        self._clock_s = clock_s
         self.turns = LEAST_TURNS if turns is None else turns
 
     def step_turns(self, *, bulk: bool) -> int:
         """The number of turns of a step, of a bulk load or not."""
         return BULK_FACTOR * self.turns if bulk and not self._fixed else self.turns
 
-    @contextmanager
-    def measured(self) -> Iterator[AdmissionSize]:
-        """Measure an admission. A failed one is ignored."""
-        admitted, began_s = AdmissionSize(), self._clock_s()
-        yield admitted
-        if not self._fixed and 2 * admitted.fresh_turns >= self.turns:
-            self._follow((self._clock_s() - began_s) / admitted.fresh_turns)
+    def note(self, fresh_turns: int, took_s: float) -> None:
+        """An admission has taken so long, and has not failed.
 
-    def _follow(self, turn_s: float) -> None:
-        in_time = int(ADMISSION_S / turn_s) if turn_s > 0 else MOST_TURNS
-        self.turns = max(LEAST_TURNS, min(in_time, 2 * self.turns, MOST_TURNS))
+        `fresh_turns`: the new ones, which were embedded and written.
+        """
+        if not self._fixed and 2 * fresh_turns >= self.turns:
+            in_time = int(ADMISSION_S * fresh_turns / took_s) if took_s > 0 else MOST_TURNS
+            self.turns = max(LEAST_TURNS, min(in_time, 2 * self.turns, MOST_TURNS))
 
 
 class BriefWork:
     """How much of some work takes about `BRIEF_S`, measured on earlier steps."""
 
-    def __init__(self, most: int, clock_s: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
-        self._clock_s = clock_s
         self.count = min(LEAST_TURNS, most)
 
-    @contextmanager
-    def measured(self, done: Callable[[], int]) -> Iterator[None]:
-        """Measure the work of a step; `done`: how much it was, asked at its end."""
-        began_s = self._clock_s()
-        yield
-        if 2 * done() >= self.count:
-            in_time = int(BRIEF_S * done() / max(self._clock_s() - began_s, 1e-9))
+    def note(self, done: int, took_s: float) -> None:
+        """A step has done so much, and has taken so long for it."""
+        if 2 * done >= self.count:
+            in_time = int(BRIEF_S * done / max(took_s, 1e-9))
             self.count = max(LEAST_BRIEF, min(in_time, 2 * self.count, self._most))

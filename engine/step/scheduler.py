@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -181,10 +180,12 @@ class Scheduler(BetweenSteps):
         self._embed_again()
         self._embed_awaited()
         if not storing or self.admission_paused or not self._while_storing.rest_s(""):
-            report = self._report
-            share = self._while_storing.measured("") if storing else nullcontext()
-            with share, self._brief_records.measured(lambda: report.decided):
-                self._decide(pacing)
+            began_s = time.perf_counter()
+            self._decide(pacing)
+            took_s = time.perf_counter() - began_s
+            self._brief_records.note(self._report.decided, took_s)
+            if storing:
+                self._while_storing.worked("", took_s)
 
     @property
     def uncommitted(self) -> frozenset[str]:
@@ -223,14 +224,13 @@ class Scheduler(BetweenSteps):
         batch = self.inbox.take(min(most, self._brief_turns.count) if brief else most)
         turns = batch.turns.size
         try:
-            with (
-                self._batch_sizer.measured() as admitted,
-                self._brief_turns.measured(lambda: turns),
-                self._trace.span("admit", turns=turns),
-            ):
+            began_s = time.perf_counter()
+            with self._trace.span("admit", turns=turns):
                 new = self._admission.admit(batch.turns)
-                admitted.fresh_turns = new.fresh_turns
                 self._trace.link(batch.traceparents)
+            took_s = time.perf_counter() - began_s
+            self._batch_sizer.note(new.fresh_turns, took_s)
+            self._brief_turns.note(turns, took_s)
         except ArenaFull:
             if not self.decisions.active_count:
                 self._drop_inbox()

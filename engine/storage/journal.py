@@ -225,9 +225,9 @@ class Journal(JournalReads):
             self._tail.append(self._next_lsn, batch, self.epoch)
             self._check_claim()
         self._next_lsn += batch.num_rows
-        if not self._reserved:
+        if not self._reserved and self._tail.flush_is_due:
             with self._rewriting():
-                self._tail.flush_if_due()
+                self._tail.begin_flush()
 
     def _check_claim(self) -> None:
         """After an entry was written to the log: Fenced if another writer may have read the log before it."""

@@ -72,15 +72,16 @@ class Location:
 
     def read(self, name: str) -> bytes | None:
         """The whole file; None if there is none."""
-        with _store_errors("read", self / name):
-            try:
-                if self.folder is not None:
-                    with open(f"{self.uri}/{name}", "rb") as file:  # noqa: PTH123 - read at each commit
-                        return file.read()
-                client, key = self._at(name)
-                return bytes(obstore.get(client, key).bytes())
-            except FileNotFoundError:
-                return None
+        try:
+            if self.folder is not None:
+                with open(f"{self.uri}/{name}", "rb", buffering=0) as file:  # noqa: PTH123 - for each commit
+                    return file.read()
+            client, key = self._at(name)
+            return bytes(obstore.get(client, key).bytes())
+        except FileNotFoundError:
+            return None
+        except (BaseError, OSError) as error:
+            raise _refusal("read", self / name, error) from error
 
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file, atomically and durably."""
@@ -288,10 +289,14 @@ def _store_errors(verb: str, location: Location) -> Iterator[None]:
     try:
         yield
     except (BaseError, OSError) as error:
-        if location.folder is None:
-            why = str(error).partition("\n")[0]  # the rest is for developers of the client
-            cure = "Check the bucket, the AWS_* variables and the network"
-        else:
-            why = str(getattr(error, "strerror", error))
-            cure = "Check the path, its rights and the disk's space"
-        raise StoreError(f"cannot {verb} {location}: {why}. {cure}.") from error
+        raise _refusal(verb, location, error) from error
+
+
+def _refusal(verb: str, location: Location, error: Exception) -> StoreError:
+    if location.folder is None:
+        why = str(error).partition("\n")[0]  # the rest is for developers of the client
+        cure = "Check the bucket, the AWS_* variables and the network"
+    else:
+        why = str(getattr(error, "strerror", error))
+        cure = "Check the path, its rights and the disk's space"
+    return StoreError(f"cannot {verb} {location}: {why}. {cure}.")

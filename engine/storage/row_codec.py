@@ -204,6 +204,12 @@ def spoken_in(body: Mapping[str, Any]) -> str:
     return "\n".join(lines or instructions)
 
 
+def said_in(payload: bytes) -> tuple[str, str | None]:
+    """The text and the timestamp of a turn, from its payload."""
+    body = orjson.loads(payload)
+    return spoken_in(body), body.get("timestamp")
+
+
 def key_hash(dedupe_key: str) -> int:
     """The 64-bit hash of a dedupe key, the same in every process."""
     return int.from_bytes(hashlib.blake2b(dedupe_key.encode(errors="surrogatepass"), digest_size=8).digest())

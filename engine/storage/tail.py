@@ -55,14 +55,16 @@ class Tail:
         self._waiting.append((first_lsn, batch, epoch))
         self._waiting_rows += batch.num_rows
 
-    def flush_if_due(self) -> None:
-        """Begin a flush in the background once there is enough for one. Fenced."""
+    @property
+    def flush_is_due(self) -> bool:
+        """Whether to begin a flush: there is enough for it, and no other is under way, or it is late."""
         flushes = max(self._waiting_rows / ROWS_PER_FLUSH, self._waiting_bytes / BYTES_PER_FLUSH)
         if flushes < 1 and len(self._waiting) < self._wal.most_entries:
-            return
-        is_late = flushes >= MOST_FLUSHES
-        if self._flush is not None and not (is_late or self._flush.done()):
-            return
+            return False
+        return self._flush is None or self._flush.done() or flushes >= MOST_FLUSHES
+
+    def begin_flush(self) -> None:
+        """Begin a flush in the background, after waiting for an earlier one. Fenced."""
         self._end_flush()
         self._flush_aside()
 
@@ -84,7 +86,7 @@ class Tail:
         )
 
     def _flush_aside(self) -> None:
-        self._begin_flush()
+        self._take_waiting()
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="flush")
         try:
             self._flush = self._thread.submit(self._run)
@@ -97,7 +99,7 @@ class Tail:
         """Move everything to Lance now. StoreError, and what `move` raises; the log then keeps the rows."""
         self._end_flush()
         if self._waiting or self._moving or self._segments:
-            self._begin_flush()
+            self._take_waiting()
             self._run()
 
     def close(self) -> None:
@@ -106,7 +108,7 @@ class Tail:
             self._thread.shutdown()
         self._wal.close()
 
-    def _begin_flush(self) -> None:
+    def _take_waiting(self) -> None:
         self._segments += self._wal.end_segments()
         self._moving += self._waiting
         self._moving_bytes += self._waiting_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import blake2b
 from itertools import takewhile
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from undertow.engine.base.model import lines_of
 from undertow.engine.policies.base import Thresholds, TurnView
-from undertow.engine.storage.row_codec import Control, messages_of, spoken_in, without_text
+from undertow.engine.storage.row_codec import Control, messages_of, said_in, without_text
 from undertow.engine.tenants.payload_file import PayloadFile, Payloads
 from undertow.kernels.key_table import KeyTable, add_keys
 
@@ -84,10 +85,12 @@ class RecordLog:
 
     def _in_force(self, seq: int) -> tuple[Thresholds, bool]:
         """The thresholds in force at a record, and whether turns have told them."""
-        since, stated = next(entry for entry in reversed(self.thresholds_from) if entry[0] <= seq)
-        told = (entry for entry in reversed(self.told_from) if since <= entry[0] <= seq)
-        if (last := next(told, None)) is not None:
-            return last[1], True
+        since, stated = self.thresholds_from[-1]
+        if since > seq:
+            since, stated = next(entry for entry in reversed(self.thresholds_from) if entry[0] <= seq)
+        for at, told in reversed(self.told_from):
+            if since <= at <= seq:
+                return told, True
         return stated, False
 
     # ---- records
@@ -127,8 +130,7 @@ class RecordLog:
 
     def said(self, seq: int) -> tuple[str, str | None]:
         """The text and timestamp of a turn that exists, as of `turn`."""
-        body = orjson.loads(self._payloads[seq])
-        return spoken_in(body), body.get("timestamp")
+        return said_in(self._payloads[seq])
 
     def measured(self, rows: NDArray[np.int64], measure: Callable[[TurnView], int]) -> NDArray[np.int32]:
         """What a measure makes of the turns in these rows; -1: there is none, or it was deleted.
@@ -144,7 +146,7 @@ class RecordLog:
 
     def rows_before(self, seq: int) -> int:
         """The number of turn rows before record `seq`: the causal mask of its gate."""
-        return int(np.searchsorted(np.frombuffer(self.seq_by_row, dtype=np.int32), seq))
+        return bisect_left(self.seq_by_row, seq)
 
     # ---- keys and sessions
 

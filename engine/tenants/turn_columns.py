@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -115,12 +115,13 @@ class PlacedTurns:
         owners = np.fromiter(map(number.__getitem__, turns.tenants), np.int64, count)
         hashes = np.fromiter(map(tenants[0].key_hash, turns.keys) if count else (), np.int64, count)
         fresh = ~may_hold([tenant.keys for tenant in tenants], owners, hashes)
-        for place in np.flatnonzero(~fresh).tolist():
-            fresh[place] = tenants[owners[place]].seq_of(turns.keys[place]) is None
+        if not fresh.all():
+            for place in np.flatnonzero(~fresh).tolist():
+                fresh[place] = tenants[owners[place]].seq_of(turns.keys[place]) is None
         # equal keys of one tenant have equal sums; so may others, by chance
-        if len(np.unique(hashes + owners)) < count:
+        if count > 1 and len(np.unique(hashes + owners)) < count:
             fresh &= _are_first(zip(turns.tenants, turns.keys, strict=True))
-        places = np.flatnonzero(fresh)
+        places = fresh.nonzero()[0]
         owners, taken = owners[places], places.tolist()
         own, sessions = _taken(turns.timestamps, taken), _taken(turns.sessions, taken)
         timestamps, payloads = own, _taken(turns.payloads, taken)
@@ -154,18 +155,18 @@ class PlacedTurns:
         from undertow.kernels.key_table import add_keys
 
         seqs, keys = np.empty(len(self), np.int64), [tenant.keys for tenant in self.tenants]
-        order = np.argsort(self.owners, kind="stable")
-        ends = np.cumsum(np.bincount(self.owners, minlength=len(self.tenants)))
-        start = 0
-        for tenant, end in zip(self.tenants, ends.tolist(), strict=True):
-            if start == end:
+        alone = len(self.tenants) == 1
+        order = np.arange(len(self)) if alone else np.argsort(self.owners, kind="stable")
+        counts = np.bincount(self.owners, minlength=len(self.tenants)).tolist()
+        for tenant, count, end in zip(self.tenants, counts, accumulate(counts), strict=True):
+            if count == 0:
                 continue
-            seqs[order[start:end]] = np.arange(tenant.next_seq, tenant.next_seq + end - start)
-            mine = order[start:end].tolist()
+            own = order[end - count : end]
+            seqs[own] = np.arange(tenant.next_seq, tenant.next_seq + count)
+            mine = own.tolist()
             tenant.add_turns(
                 _taken(self.payloads, mine), _taken(self.sessions, mine), _taken(self.timestamps, mine)
             )
-            start = end
         add_keys(keys, self.owners, self.hashes)
         return seqs
 

@@ -90,7 +90,7 @@ class Arena(SlabTable):
         rows = self._place(slots)
         self._memory.write(self._vector_addresses(slots, rows), held)
         self._memory.change_flags(self._flag_addresses(slots, rows), 0, PRESENT | (LIVE if live else 0))
-        np.maximum.at(self._length, slots, rows + 1)
+        self._length[slots] = rows + 1  # those of a segment ascend: the last one counts
         return owners << _ROW_BITS | rows
 
     def reserve(self, segments: ArrayLike) -> None:
@@ -187,9 +187,10 @@ class Arena(SlabTable):
         ids = np.atleast_1d(np.asarray(handles, np.int64))
         rows = ids & _ROW_MASK
         slots = self._slots_of(ids >> _ROW_BITS)
-        beyond = np.flatnonzero(rows >= self._length[slots])
-        if len(beyond):
-            slot, row = int(slots[beyond[0]]), int(rows[beyond[0]])
+        beyond = rows >= self._length[slots]
+        if beyond.any():
+            first = beyond.argmax()
+            slot, row = int(slots[first]), int(rows[first])
             raise ValueError(
                 f"segment {self._ids.id_of(slot)} has {self._length[slot]} rows, so there is no row {row}"
             )

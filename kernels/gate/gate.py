@@ -183,13 +183,14 @@ class Gate:
         thetas = np.array(theta, np.float64)  # a copy: for other strides the plan would be compiled anew
         if thetas.shape != (count,) or np.isnan(thetas).any():
             raise ValueError(f"theta must be {count} numbers, none of them NaN")
-        if (limits < 0).any() or (cuts < 0).any():
+        if (np.minimum(limits, cuts) < 0).any():
             raise ValueError("visible and k must not be negative")
         at, flags, rows = self.arena.locate(turns)
         none = episodes == NO_SEGMENT
-        here = (at, flags, np.zeros_like(rows))
-        if not none.all():
-            here = self.arena.locate(np.where(none, turns, episodes))
+        if none.all():
+            here = (at, flags, np.zeros_like(rows))
+        else:
+            here = self.arena.locate(np.where(none, turns, episodes) if none.any() else episodes)
             here[2][none] = 0
         limits = np.minimum(limits, rows)
         places = Places(at, flags, *here)

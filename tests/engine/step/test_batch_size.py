@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,6 +18,7 @@ from undertow.engine.step.batch_size import (
     BatchSizer,
 )
 from undertow.engine.step.scheduler import StepReport
+from undertow.engine.tenants.registry import ArenaFull
 
 from ...support.cli import turn_line, write_log
 from ...support.engine import NEVER, open_engine, put, turns_of
@@ -24,12 +26,9 @@ from ...support.faults.harness import end_state
 from ...support.service.clock import Seconds
 
 
-def admit(batch_sizer: BatchSizer, clock: Seconds, turn_s: float, *, turns: int | None = None) -> None:
+def admit(batch_sizer: BatchSizer, turn_s: float, *, turns: int | None = None) -> None:
     """One step whose turns cost so much each; as many as the pace has, unless given."""
-    fresh = batch_sizer.turns if turns is None else turns
-    with batch_sizer.measured() as admitted:
-        admitted.fresh_turns = fresh
-        clock.now_s += fresh * turn_s
+    batch_sizer.note(fresh := batch_sizer.turns if turns is None else turns, fresh * turn_s)
 
 
 @pytest.mark.parametrize(
@@ -37,45 +36,47 @@ def admit(batch_sizer: BatchSizer, clock: Seconds, turn_s: float, *, turns: int 
     [(2e-5, MOST_TURNS), (1e-3, 500), (2e-3, 250), (1e-2, LEAST_TURNS), (0.0, MOST_TURNS)],
 )
 def test_it_settles_at_what_fits(turn_s: float, settles_at: int) -> None:
-    clock = Seconds()
-    batch_sizer = BatchSizer(clock_s=clock)
+    batch_sizer = BatchSizer()
     for _ in range(20):
-        admit(batch_sizer, clock, turn_s)
+        admit(batch_sizer, turn_s)
     assert batch_sizer.turns == pytest.approx(settles_at, abs=1)  # half a second is cut to whole turns
 
 
 def test_it_at_most_doubles_and_shrinks_at_once() -> None:
-    clock = Seconds()
-    batch_sizer = BatchSizer(clock_s=clock)
+    batch_sizer = BatchSizer()
     seen = [batch_sizer.turns]
     while batch_sizer.turns < MOST_TURNS:
-        admit(batch_sizer, clock, 1e-6)
+        admit(batch_sizer, 1e-6)
         seen.append(batch_sizer.turns)
     assert seen == [64, 128, 256, 512, 1024, 2048]
-    admit(batch_sizer, clock, ADMISSION_S / 100)
+    admit(batch_sizer, ADMISSION_S / 100)
     assert batch_sizer.turns == 100
 
 
 def test_what_says_little_changes_nothing() -> None:
-    """A few new turns among many that are there already, a small batch, an admission that failed."""
-    clock = Seconds()
-    batch_sizer = BatchSizer(clock_s=clock)
-    admit(batch_sizer, clock, 1e-9)
-    before = batch_sizer.turns
-    admit(batch_sizer, clock, 10.0, turns=before // 2 - 1)
-    admit(batch_sizer, clock, 10.0, turns=0)
-    with pytest.raises(KeyError), batch_sizer.measured() as admitted:
-        admitted.fresh_turns = before
-        clock.now_s += 100
-        raise KeyError
-    assert batch_sizer.turns == before
+    """A few new turns among many that are there already; none at all; a fixed number stays."""
+    batch_sizer = BatchSizer()
+    admit(batch_sizer, 1e-9)
+    before, fixed = batch_sizer.turns, BatchSizer(7)
+    admit(batch_sizer, 10.0, turns=before // 2 - 1)
+    admit(batch_sizer, 10.0, turns=0)
+    admit(fixed, 10.0)
+    assert (batch_sizer.turns, fixed.turns) == (before, 7)
 
 
-def test_a_fixed_number_stays() -> None:
-    clock = Seconds()
-    batch_sizer = BatchSizer(7, clock_s=clock)
-    admit(batch_sizer, clock, 10.0)
-    assert batch_sizer.turns == 7
+def test_a_step_is_told_how_long_its_admission_took_unless_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[tuple[int, float]] = []
+    monkeypatch.setattr(BatchSizer, "note", lambda _, *told: noted.append(told))
+    with open_engine(tmp_path / "store", **NEVER) as engine:
+        engine.add_batch(turns_of("ann", 3))
+        engine.add_batch(turns_of("ann", 5))
+        assert [(fresh, took_s > 0) for fresh, took_s in noted] == [(3, True), (2, True)]
+        monkeypatch.setattr(engine.tenants, "reserve", Mock(side_effect=ArenaFull("full")))
+        with pytest.raises(ArenaFull):
+            engine.add_batch(turns_of("bob", 1))
+        assert len(noted) == 2
 
 
 def test_steps_of_an_engine_grow_while_they_are_quick(tmp_path: Path) -> None:
@@ -105,9 +106,9 @@ def test_deciding_takes_a_tenth_of_the_time() -> None:
     for _ in range(1_000):
         clock.now_s += 0.1
         if not share.rest_s(""):
-            with share.measured(""):
-                clock.now_s += 0.5
-                decided_s += 0.5
+            clock.now_s += 0.5
+            decided_s += 0.5
+            share.worked("", 0.5)
     assert decided_s == pytest.approx(clock.now_s / 10, rel=0.05)
 
 

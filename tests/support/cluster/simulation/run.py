@@ -25,7 +25,7 @@ from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard import beside, call_queue, drivers, engine_work
 from undertow.engine.cluster.shard.api import answer_streams
 from undertow.engine.cluster.shard_map import ShardMap
-from undertow.engine.step import batch_size, lag, llm_calls
+from undertow.engine.step import lag, llm_calls
 from undertow.engine.storage import fenced_log, journal_reads, lance_log, tail, version_cleanup, wal
 from undertow.engine.storage import journal as journal_module
 
@@ -40,7 +40,6 @@ MEASURING: tuple[Any, ...] = (
     call_queue.CallQueues,
     answer_streams.AnswerStream,
     lag.LagTracker,
-    batch_size.BriefWork,
     pacing.Served,
     pacing.Pacing,
 )
