@@ -6,7 +6,6 @@ The HTTP service uses it, over one engine in this process, or over shards in wor
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, aclosing, suppress
@@ -19,6 +18,7 @@ from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.base.queries import AnswerQuery, ApiCall, ExportQuery, R
 from undertow.engine.base.results import Answer, Report
 from undertow.engine.cluster.in_process import InProcess
+from undertow.engine.cluster.routing.loop_tasks import in_loop
 from undertow.engine.cluster.routing.router import Router, ShardStates
 from undertow.engine.cluster.shard.api.answer_streams import AnswerTicket, Said, UnknownTicket
 from undertow.engine.cluster.shard.supervisor import EngineParts
@@ -148,37 +148,6 @@ class AsyncMemories:
             raise UndertowError("the memories were closed before they could answer.") from None
         finally:
             del begun  # it has the error, whose traceback has this frame
-
-
-def in_loop(begun: Future[T]) -> asyncio.Future[T]:
-    """An awaitable of the running loop for a future; as asyncio.wrap_future, and quicker on one thread.
-
-    Where this loop's thread sets the result, nothing has to wake it.
-    """
-    loop, thread = asyncio.get_running_loop(), threading.get_ident()
-    waiting: asyncio.Future[T] = loop.create_future()
-
-    # of the future it is called with: one that a closure holds would be part of a cycle, and live on
-
-    def settle(done: Future[T]) -> None:
-        if waiting.done():
-            return
-        if done.cancelled():
-            waiting.cancel()
-        elif (error := done.exception()) is not None:
-            waiting.set_exception(error)
-        else:
-            waiting.set_result(done.result())
-
-    def settled(done: Future[T]) -> None:
-        if threading.get_ident() == thread:
-            settle(done)
-        elif not loop.is_closed():
-            loop.call_soon_threadsafe(settle, done)
-
-    begun.add_done_callback(settled)
-    waiting.add_done_callback(lambda done: begun.cancel() if done.cancelled() else None)
-    return waiting
 
 
 def open_memories(

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-from weakref import ref
+from typing import Any
 
 from undertow.engine.base.config import Settings
 from undertow.engine.base.memory_api import MemoryApi
@@ -18,6 +17,7 @@ from undertow.engine.base.model import Turn, UndertowError, unknown_memory
 from undertow.engine.base.queries import AnswerQuery, ApiCall, MemoryCall, R, StoreCall
 from undertow.engine.base.results import Receipt
 from undertow.engine.cluster.root import SINGLE, SingleStoreRoot
+from undertow.engine.cluster.routing.loop_tasks import refused, then
 from undertow.engine.cluster.shard.api.answer_streams import AnswerTicket
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard.supervisor import EngineParts
@@ -25,7 +25,6 @@ from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.row_codec import pack_turn
 
-T = TypeVar("T")
 ShardStates = dict[str, dict[str, Any]]
 
 # how long closing waits for turns that are being stored, and a blocking add between looks for room
@@ -98,7 +97,7 @@ class InProcess(MemoryApi):
         asked = self._begin("ask", call)
         if not isinstance(call, MemoryCall | StoreCall):
             return asked
-        return _then(asked, partial(_result_of, call))
+        return then(asked, partial(_result_of, call))
 
     def begin_add(self, turns: Sequence[Turn]) -> Future[list[Receipt]]:
         """Begin to store turns. InputError; on the future QueueFull. Cancelling it undoes nothing."""
@@ -114,7 +113,7 @@ class InProcess(MemoryApi):
 
     def begin_status(self) -> Future[ShardStates]:
         """Begin to ask for the shard's report, by shard. Plain data."""
-        return _then(self._begin("status"), lambda state: {SINGLE: state})
+        return then(self._begin("status"), lambda state: {SINGLE: state})
 
     def status(self) -> ShardStates:
         """The shard's report, by shard. Plain data."""
@@ -130,9 +129,7 @@ class InProcess(MemoryApi):
         try:
             return self._running().call(method, *args)
         except UndertowError as error:
-            refused: Future[Any] = Future()
-            refused.set_exception(error)
-            return refused
+            return refused(error)
 
     def _running(self) -> Shard:
         """The shard, begun anew if its own was ended by an error."""
@@ -153,24 +150,3 @@ def _result_of(call: ApiCall[R], found: Any) -> R:
         return combined
     result: R = found
     return result
-
-
-def _then(asked: Future[Any], take: Callable[[Any], T]) -> Future[T]:
-    """A future of what `take` makes of the result. Cancelling it cancels `asked`."""
-    taken: Future[T] = Future()
-
-    def settle(done: Future[Any]) -> None:
-        if taken.set_running_or_notify_cancel():
-            try:
-                taken.set_result(take(done.result()))
-            except Exception as error:  # noqa: BLE001 - the caller's
-                taken.set_exception(error)
-
-    def cancel(done: Future[T]) -> None:
-        if done.cancelled() and (source := begun()) is not None:
-            source.cancel()
-
-    begun = ref(asked)  # weak, as `asked` has `settle`, and so `taken`: they would live on
-    asked.add_done_callback(settle)
-    taken.add_done_callback(cancel)
-    return taken

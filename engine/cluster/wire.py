@@ -1,4 +1,4 @@
-"""Turns and receipts as Arrow tables, as they travel between a router and its shards.
+"""Turns and receipts, as they travel between a router and its shards: Arrow tables, or a few turns as a list.
 
 The sender packs the JSON that the journal stores and the text to embed. So a shard neither decodes nor
 encodes it again (measured: docs/decisions/0028), and invalid Unicode or JSON is refused before it is sent.
@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 from undertow.engine.base.model import PackedTurn, Turn
 from undertow.engine.base.results import Receipt
 from undertow.engine.storage.row_codec import TURNS as TURNS
-from undertow.engine.storage.row_codec import pack_turn, turns_table
+from undertow.engine.storage.row_codec import pack_turn as pack_turn
+from undertow.engine.storage.row_codec import turns_table as turns_table
 from undertow.engine.storage.row_codec import unpack as unpack
 
 RECEIPTS = pa.schema(
@@ -42,16 +43,16 @@ class Status(StrEnum):
     IN_TRANSIT = "in_transit"
 
 
+# what has become of a turn: as a row of RECEIPTS
+Outcome = tuple[Status, str | None, int | None, str | None]
+
 # Ray sends an argument with its call up to 100 KiB (max_direct_call_object_size)
 PIECE_BYTES = 96_000
 # and all of a call's arguments up to 10 MiB together (task_rpc_inlined_bytes_limit)
 INLINE_BYTES = 8 << 20
 
-# a call of Arrow costs more than so many rows cost Python
+# so many turns at most travel as a list: their table would cost more
 FEW_ROWS = 16
-
-# given, as Arrow otherwise looks for them in the environment each time
-_AS_USUAL = pa.ipc.IpcWriteOptions()
 
 # a shard did not take these: the router sends them again, to the owner
 RETURNED = (Status.MOVED, Status.IN_TRANSIT)
@@ -89,17 +90,14 @@ def check_turns(table: pa.Table, dim: int | None = None) -> None:
 
 def tenants_of(table: pa.Table) -> list[str]:
     """Each tenant of a table of turns once, in the order of their first turns."""
-    names = table.column("tenant")
-    if len(names) <= FEW_ROWS:
-        return list(dict.fromkeys(names.to_pylist()))
-    found: list[str] = pc.unique(names).to_pylist()
+    found: list[str] = pc.unique(table.column("tenant")).to_pylist()
     return found
 
 
 def to_buffer(table: pa.Table) -> pa.Buffer:
     """The table as an Arrow stream: a tenth of the work of Ray's serialisation. A slice travels alone."""
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema, options=_AS_USUAL) as stream:
+    with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
     return sink.getvalue()
 
@@ -121,15 +119,19 @@ def from_pieces(pieces: Iterable[bytes]) -> pa.Table:
     return from_buffer(pa.py_buffer(b"".join(pieces)))
 
 
-def receipts_table(rows: Sequence[tuple[Status, str | None, int | None, str | None]]) -> pa.Table:
-    """One row a turn, in the order of the turns: (status, id, seq, detail)."""
+def receipts_table(rows: Sequence[Outcome] | pa.Table) -> pa.Table:
+    """One row a turn, in the order of the turns. A table is left as it is."""
+    if isinstance(rows, pa.Table):
+        return rows
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(RECEIPTS)
     return pa.table([pa.array(c, f.type) for c, f in zip(columns, RECEIPTS, strict=True)], schema=RECEIPTS)
 
 
-def unpack_receipts(receipts: pa.Table, tenants: Iterable[str]) -> list[Receipt]:
+def unpack_receipts(receipts: Sequence[Outcome] | pa.Table, tenants: Iterable[str]) -> list[Receipt]:
     """The receipts of the turns of `tenants`, one a row of `receipts`, in order."""
-    rows = zip(*(receipts.column(name).to_pylist() for name in RECEIPTS.names), strict=True)
+    rows: Iterable[Outcome] = receipts
+    if isinstance(receipts, pa.Table):
+        rows = zip(*(receipts.column(name).to_pylist() for name in RECEIPTS.names), strict=True)
     return [
         Receipt(
             tenant, id, seq, status == Status.DUPLICATE, parked=detail if status == Status.PARKED else None

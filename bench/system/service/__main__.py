@@ -4,6 +4,7 @@
         [--out FOLDER]
     python -m undertow.bench.system.service --against ../old [--rounds 2]
     python -m undertow.bench.system.service --mem0 [--rate 5]
+    python -m undertow.bench.system.service --workers 2 [--mixes 1:0 0:1 1:1 1:9]
 
 The service runs as `undertow serve` in a process of its own, without an LLM and with the hashing encoder,
 over a store that `undertow ingest` has filled. Every turn is decided, which the run checks. The requests come
@@ -20,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from undertow.bench.machine import commit, describe
+from undertow.bench.machine import ROOT, commit, describe
 from undertow.bench.system.parts import load_averages, run_parts
 from undertow.bench.system.service.background import background_part
 from undertow.bench.system.service.compare import compare
@@ -61,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--mem0", action="store_true", help=f"beside mem0ai, {SMALL.tenants} tenants of 20 turns"
     )
+    made.add_argument("--workers", type=int, help="a service of so many, beside one of a single process")
     made.add_argument("--rounds", type=int, default=2, help="of a comparison")
     made.add_argument("--out", type=Path, help="a folder for the figures")
     return made
@@ -94,15 +96,16 @@ def alone(args: argparse.Namespace, folder: Path) -> Figures:
 
 
 def beside(args: argparse.Namespace, folder: Path) -> Figures:
-    """This checkout beside another one, or mem0ai."""
-    other = Mem0Service() if args.mem0 else Checkout(args.against.resolve(), args.theta_count)
-    sides = Checkout(theta_count=args.theta_count), other
+    """This checkout beside another one, or mem0ai; or with workers beside itself without them."""
+    root = ROOT if args.against is None else args.against.resolve()
+    other = Mem0Service() if args.mem0 else Checkout(root, args.theta_count)
+    sides = Checkout(theta_count=args.theta_count, workers=args.workers or 0), other
     world = SMALL if args.mem0 else world_of(args)
     ours, theirs = (
         Filled.make(side, world, folder / name) for side, name in zip(sides, ("ours", "theirs"), strict=True)
     )
     document: Figures = {
-        "bench": "service.mem0" if args.mem0 else "service.against",
+        "bench": f"service.{'mem0' if args.mem0 else 'workers' if args.workers else 'against'}",
         "commit": commit(),
         "machine": describe(),
         **about(args),
@@ -141,6 +144,8 @@ def name_of(args: argparse.Namespace) -> str:
         return "service-mem0"
     if args.against is not None:
         return f"service-against-{args.turns}"
+    if args.workers:
+        return f"service-workers-{args.turns}"
     parts = () if set(args.parts) == set(PARTS) else tuple(args.parts)
     return "-".join(("service", str(args.turns), *parts))
 
@@ -151,9 +156,10 @@ def main() -> None:
     args.parts = args.parts or list(PARTS)
     if unknown := set(args.parts) - set(PARTS):
         options.error(f"no part is called {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
-    if args.mem0 and args.against is not None:
-        options.error("--mem0 and --against exclude each other: leave one out")
-    run = beside if args.mem0 or args.against is not None else alone
+    beside_what = [args.mem0, args.against is not None, bool(args.workers)].count(True)
+    if beside_what > 1:
+        options.error("--mem0, --against and --workers exclude each other: leave all but one out")
+    run = beside if beside_what else alone
     try:
         with TemporaryDirectory(prefix="undertow-bench-") as folder:
             figures = run(args, Path(folder))

@@ -18,10 +18,16 @@ from urllib.request import Request, urlopen
 import psutil
 
 from undertow.bench.machine import ROOT, commit
+from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
+from undertow.engine.cluster.processes.cluster import ProcessCluster
+from undertow.engine.readers import read
+from undertow.engine.storage.location import Location
 
 START_S, STOP_S, SETTLE_S = 300.0, 120.0, 120.0
 ENCODER = "hash:384"
+# a call, of those that fill shards
+FILL_TURNS = 1_000
 # admin: for /metrics; erase: for the part background
 SCOPES = ("read", "write", "erase", "admin")
 NOT_DECIDED = (
@@ -67,14 +73,19 @@ class Side(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """Undertow, of this checkout or of another one that has its own .venv."""
+    """Undertow, of this checkout or of another one that has its own .venv.
+
+    `workers`: shards, each in a process of its own. 0: a store in the service's process.
+    """
 
     root: Path = ROOT
     theta_count: int | None = None
+    workers: int = 0
 
     @property
     def name(self) -> str:
-        return commit(self.root) or self.root.name
+        made = commit(self.root) or self.root.name
+        return f"{made}, {self.workers} workers" if self.workers else made
 
     @property
     def _program(self) -> tuple[str, ...]:
@@ -90,7 +101,20 @@ class Checkout:
         kept["UNDERTOW_SALIENCE_TURNS"] = "0"  # the world has no LLM
         return kept | ({} if self.theta_count is None else {"UNDERTOW_THETA_COUNT": str(self.theta_count)})
 
+    def _fill_shards(self, log: Path, store: Path) -> dict[str, Any]:
+        """By a router of this process: `undertow ingest` fills shards on Ray alone."""
+        settings = Settings(
+            encoder=ENCODER, llm_url=None, theta_count=self.theta_count, salience_turns=0, device="cpu"
+        )
+        turns = [turn for record in read(log, max_message_bytes=1_000_000) for turn in record.turns]
+        with ProcessCluster(Location.of(store), settings, self.workers) as cluster:
+            for start in range(0, len(turns), FILL_TURNS):
+                cluster.add_batch(turns[start : start + FILL_TURNS])
+        return {"tenants": len({turn.tenant for turn in turns}), "turns": len(turns)}
+
     def fill(self, log: Path, store: Path) -> dict[str, Any]:
+        if self.workers:
+            return self._fill_shards(log, store)
         command = [*self._program, "ingest", str(log), "--store", str(store), "--encoder", ENCODER]
         began_s = time.perf_counter()
         ran = subprocess.run(
@@ -115,6 +139,7 @@ class Checkout:
             [*self._program, *create], stdout=subprocess.PIPE, check=True, env=environment
         )
         serve = ["serve", "--port", "0", "--encoder", ENCODER, "--llm", "off", "--keys", keys]
+        serve += ["--workers", str(self.workers)] if self.workers else []
         command = [*self._program, *serve, "--store", str(store)]
         with started(command, log, environment) as (process, url):
             yield Service(url, json.loads(created.stdout)["key"], psutil.Process(process.pid), store)

@@ -67,14 +67,16 @@ class WorkerProcess:
         if len(self._pending) >= self._max_pending:
             raise QueueFull(f"too many calls are pending at shard {shard}. Try again shortly.")
         number = next(self._numbers)
-        self._connection.send((number, shard, method, args, current_traceparent()))
+        gathers = method == "add"  # so one step of the shard stores the turns of several requests
+        self._connection.send((number, shard, method, args, current_traceparent()), gathers=gathers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
         try:
             return await answer
         except asyncio.CancelledError:
-            if self._pending.pop(number, None) is not None and self._connection is not None:
-                self._connection.send(number)  # it is cancelled there too
+            known = self._pending.pop(number, None) is not None
+            if known and not gathers and self._connection is not None:
+                self._connection.send(number)  # it is cancelled there too; adds cannot be
             raise
 
     async def close(self) -> None:

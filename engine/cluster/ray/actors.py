@@ -24,7 +24,7 @@ from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.ray.shard_actor import ShardActor
 from undertow.engine.cluster.routing.errors import ShardExited, ShardGone
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.cluster.wire import from_buffer, to_pieces
+from undertow.engine.cluster.wire import from_buffer, to_pieces, turns_table
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.location import Location
 
@@ -55,6 +55,10 @@ class RayShard:
         try:
             if self._actor is None:
                 self._actor = await asyncio.to_thread(self._start, self.shard)
+            if method == "add" and not isinstance(
+                args[0], pa.Table
+            ):  # a long list would not go with the call
+                args = (turns_table(args[0]), *args[1:])
             pieces = to_pieces(args[0]) if args and isinstance(args[0], pa.Table) else []
             rest = args[1:] if pieces else args
             answer = await self._actor.call.remote(method, rest, current_traceparent(), *pieces)

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from undertow.engine.base.model import PackedTurn
 from undertow.engine.base.trace import current_traceparent
-from undertow.engine.cluster.wire import FEW_ROWS, RETURNED, Status, receipts_table, tenants_of
+from undertow.engine.cluster.wire import RETURNED, Outcome, Status, receipts_table, turns_table
 
 Key = TypeVar("Key", bound=Hashable)
 Rows = NDArray[np.int64]
+# A few turns are a list, and so are their receipts. Many are wire.TURNS and wire.RECEIPTS.
+Turns: TypeAlias = Sequence[PackedTurn] | pa.Table
+Receipts: TypeAlias = Sequence[Outcome] | pa.Table
 
 _RETURNED = pa.array([str(status) for status in RETURNED], pa.string())
 
@@ -26,14 +30,15 @@ class PendingAdd:
 
     def __init__(self, count: int) -> None:
         """`count`: its turns."""
-        self.future: Future[pa.Table] = Future()
+        self.future: Future[Any] = Future()  # of Receipts
+        self.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         self.traceparent = current_traceparent()
         self._missing = count
-        self._parts: list[tuple[Rows, pa.Table]] = []
+        self._parts: list[tuple[Rows, Receipts]] = []
         if not count:
             self.future.set_result(receipts_table([]))
 
-    def give(self, rows: Rows, receipts: pa.Table) -> None:
+    def give(self, rows: Rows, receipts: Receipts) -> None:
         """Take the receipts of some turns, `rows` int64 [n]; the last ones complete the call, in order."""
         if self.future.done() or not len(rows):
             return
@@ -45,7 +50,7 @@ class PendingAdd:
             self.future.set_result(receipts)
             return
         places = np.concatenate([rows for rows, _ in self._parts])
-        together = pa.concat_tables([part for _, part in self._parts])
+        together = pa.concat_tables([receipts_table(part) for _, part in self._parts])
         self.future.set_result(together.take(pa.array(np.argsort(places))))
 
     def fail(self, error: Exception) -> None:
@@ -67,7 +72,7 @@ class ReturnedRows(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ShardBatch:
-    """Turns of one PendingAdd for one shard: `table` holds its turns `rows`, in order.
+    """Turns of one PendingAdd for one shard: `turns` holds its turns `rows`, in order.
 
     `suspected`: it was under way when the shard's process died. `tried_in`: the process that it was alone
     in when it got lost; empty: none. `deaths`: of processes that it was alone in. `back_since_s`: since
@@ -76,7 +81,7 @@ class ShardBatch:
 
     pending: PendingAdd
     rows: Rows
-    table: pa.Table
+    turns: Turns
     suspected: bool = False
     tried_in: str = ""
     deaths: int = 0
@@ -85,19 +90,26 @@ class ShardBatch:
     _encoded: pa.DictionaryArray | None = field(default=None, init=False)
 
     @classmethod
-    def of(cls, table: pa.Table) -> Self:
+    def of(cls, turns: Turns) -> Self:
         """All turns of one call."""
-        return cls(PendingAdd(table.num_rows), np.arange(table.num_rows), table)
+        return cls(PendingAdd(len(turns)), np.arange(len(turns)), turns)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
+    def table(self) -> pa.Table:
+        """Its turns as wire.TURNS."""
+        return self.turns if isinstance(self.turns, pa.Table) else turns_table(self.turns)
+
+    @property
     def tenants(self) -> list[str]:
         """Each of its tenants once, in the order of their first turns."""
         if self._tenants is None:
-            few = len(self) <= FEW_ROWS
-            self._tenants = tenants_of(self.table) if few else self.encoded.dictionary.to_pylist()
+            if isinstance(self.turns, pa.Table):
+                self._tenants = self.encoded.dictionary.to_pylist()
+            else:
+                self._tenants = list(dict.fromkeys(turn.tenant for turn in self.turns))
         return self._tenants
 
     @property
@@ -107,30 +119,31 @@ class ShardBatch:
             self._encoded = self.table.column("tenant").combine_chunks().dictionary_encode()
         return self._encoded
 
-    def settle(self, receipts: pa.Table) -> ReturnedRows | None:
+    def settle(self, receipts: Receipts) -> ReturnedRows | None:
         """Pass the receipts on. The turns that the shard has returned; None: none."""
-        status = receipts.column("status")
-        if len(status) <= FEW_ROWS and not any(name in RETURNED for name in status.to_pylist()):
+        if not isinstance(receipts, pa.Table) and not any(status in RETURNED for status, *_ in receipts):
             self.pending.give(self.rows, receipts)
             return None
+        receipts = receipts_table(receipts)
+        status = receipts.column("status")
         back = pc.is_in(status, value_set=_RETURNED)
         if not pc.any(back).as_py():
             self.pending.give(self.rows, receipts)
             return None
         mask = back.to_numpy()
         self.pending.give(self.rows[~mask], receipts.filter(pc.invert(back)))
-        tenants, moved = self.table.column("tenant"), pc.equal(status, str(Status.MOVED))
+        table, moved = self.table, pc.equal(status, str(Status.MOVED))
+        tenants = table.column("tenant")
         names, places = tenants.filter(moved).to_pylist(), receipts.column("detail").filter(moved).to_pylist()
         in_transit = tenants.filter(pc.equal(status, str(Status.IN_TRANSIT))).to_pylist()
-        batch = ShardBatch(
-            self.pending, self.rows[mask], self.table.filter(back), back_since_s=self.back_since_s
-        )
+        batch = ShardBatch(self.pending, self.rows[mask], table.filter(back), back_since_s=self.back_since_s)
         return ReturnedRows(batch, dict(zip(names, places, strict=True)), set(in_transit))
 
     def part(self, places: Rows) -> ShardBatch:
         """Some of its turns, by position; copied, as Arrow would send the whole table with a slice."""
-        table = self.table.take(pa.array(places))
-        return replace(self, rows=self.rows[places], table=table)
+        if isinstance(self.turns, pa.Table):
+            return replace(self, rows=self.rows[places], turns=self.turns.take(pa.array(places)))
+        return replace(self, rows=self.rows[places], turns=[self.turns[n] for n in places])
 
     def halves(self) -> list[ShardBatch]:
         """Two batches of half its turns each. After one more death a half is split again."""

@@ -30,11 +30,11 @@ from undertow.engine.base.queries import (
 from undertow.engine.base.results import Receipt, TableReport
 from undertow.engine.cluster.root import SharedRoot
 from undertow.engine.cluster.routing.errors import Backoff, ShardCalls, ShardDown, ShardGone
-from undertow.engine.cluster.routing.loop_tasks import LoopTasks
+from undertow.engine.cluster.routing.loop_tasks import LoopTasks, then
 from undertow.engine.cluster.routing.shard_pool import ShardPool
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard_map import Removed
-from undertow.engine.cluster.wire import Status, check_turns, pack, unpack_receipts
+from undertow.engine.cluster.wire import FEW_ROWS, Status, check_turns, pack, pack_turn, unpack_receipts
 from undertow.engine.readers import StoreEncoder, turns_of_rows
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.location import Location
@@ -259,7 +259,7 @@ class Router(MemoryApi):
         Waits while too many turns wait for one of the shards.
         """
         check_turns(table)
-        return self._tasks.begin(self._pool.send(table, wait=True)).result()
+        return self._tasks.begin(self._pool.send(table)).result()
 
     def submit_table(self, table: pa.Table) -> Future[pa.Table]:
         """Like `feed_table`, without waiting for room. QueueFull: too many turns wait for a shard.
@@ -267,18 +267,18 @@ class Router(MemoryApi):
         If one of these calls fails, those behind it at the same shard fail too.
         """
         check_turns(table)
-        return self._tasks.begin(self._pool.send(table, wait=False)).result()
+
+        async def begun() -> Future[pa.Table]:
+            return self._pool.offer(table)
+
+        return self._tasks.begin(begun()).result()
 
     def begin_add(self, turns: Sequence[Turn]) -> Future[list[Receipt]]:
         """Begin to store turns. InputError; on the future QueueFull. Cancelling it undoes nothing."""
-        table = pack(turns)
-
-        async def stored() -> list[Receipt]:
-            sent = await self._pool.send(table, wait=False)
-            receipts = await asyncio.shield(asyncio.wrap_future(sent))
-            return unpack_receipts(receipts, [turn.tenant for turn in turns])
-
-        return self._tasks.begin(stored())
+        tenants = [turn.tenant for turn in turns]
+        packed = [pack_turn(turn) for turn in turns] if len(turns) <= FEW_ROWS else pack(turns)
+        sent = self._tasks.run(lambda: self._pool.offer(packed))
+        return then(sent, lambda receipts: unpack_receipts(receipts, tenants))
 
     # ---- shards
 

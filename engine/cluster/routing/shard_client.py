@@ -20,11 +20,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
-import pyarrow as pa
-
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.trace import use_traceparent
-from undertow.engine.cluster.routing.batch import ShardBatch
+from undertow.engine.cluster.routing.batch import Receipts, ShardBatch, Turns
 from undertow.engine.cluster.routing.errors import (
     Backoff,
     CapacityWait,
@@ -105,12 +103,17 @@ class ShardClient:
         return self._task.done()
 
     def put(self, batch: ShardBatch) -> None:
+        """Send a batch, at once if nothing waits before it."""
         self._queue.append(batch)
         self.waiting_turns += len(batch)
+        is_next = len(self._queue) == 1 and not batch.suspected and not self._settling
+        if is_next and self._token is not None and self._may_send:
+            self._try(batch)
         self._news.set()
 
     async def stop(self) -> None:
         """End the client, and fail all its batches; calls under way may still be carried out."""
+        self._token = None
         for task in (self._task, *self._sending):
             task.cancel()
         await asyncio.gather(self._task, *self._sending, return_exceptions=True)
@@ -135,10 +138,9 @@ class ShardClient:
 
     async def _run(self) -> None:
         while True:
-            settling = self._lost or self._returned or self._failure is not None
-            if settling and not self._under_way:
+            if self._settling and not self._under_way:
                 await self._regroup()
-            elif settling or not self._queue or not self._may_send:
+            elif self._settling or not self._queue or not self._may_send:
                 try:
                     async with asyncio.timeout(self._settings.patience_s):
                         await self._news.wait()
@@ -147,6 +149,11 @@ class ShardClient:
                 self._news.clear()
             elif self._token is not None or await self._greet():
                 await self._dispatch(self._queue[0])
+
+    @property
+    def _settling(self) -> bool:
+        """Whether something has come back, and nothing more is sent before that is seen to."""
+        return bool(self._lost or self._returned) or self._failure is not None
 
     @property
     def _may_send(self) -> bool:
@@ -270,7 +277,7 @@ class ShardClient:
         has_gap = False
         try:
             with use_traceparent(batch.pending.traceparent):
-                receipts = await self._sent(batch.table, stamp)
+                receipts = await self._sent(batch.turns, stamp)
         except (ShardGone, StaleSession, asyncio.CancelledError) as error:
             batch.tried_in = self._process if trial and _is_silent(error) else ""
             self._lose(number, batch, error)
@@ -278,8 +285,8 @@ class ShardClient:
         except Removed:
             self._returned[number] = batch
         except Exception as error:  # noqa: BLE001 - the shard's error is the caller's
-            self._end(batch, error)
             self._failure, has_gap = self._failure or error, self._failure is None
+            self._end(batch, error)
         else:
             self._settle(number, batch, receipts)
         del self._under_way[number]
@@ -287,11 +294,11 @@ class ShardClient:
         if has_gap:
             await self._end_session()
 
-    async def _sent(self, table: pa.Table, stamp: CallStamp) -> pa.Table:
+    async def _sent(self, turns: Turns, stamp: CallStamp) -> Receipts:
         room = self._room()
         while True:
             try:
-                return await self.calls.call("add", table, stamp)
+                return await self.calls.call("add", turns, stamp)
             except QueueFull as full:  # repeat the same call; later ones wait for it at the shard
                 await room.wait(full)
 
@@ -324,7 +331,7 @@ class ShardClient:
         self._token = None
         self._lost[number] = batch
 
-    def _settle(self, number: int, batch: ShardBatch, receipts: pa.Table) -> None:
+    def _settle(self, number: int, batch: ShardBatch, receipts: Receipts) -> None:
         if (returned := batch.settle(receipts)) is None:
             self._rest = Backoff(math.inf)
             self._leave(batch)
@@ -399,9 +406,10 @@ class ShardClient:
 
     def _fail(self, error: Exception) -> None:
         """Fail all batches that wait or have come back: after a gap they would be out of order."""
-        for batch in [*self._lost.values(), *self._returned.values(), *self._queue]:
+        failed = [*self._lost.values(), *self._returned.values(), *self._queue]
+        self._clear()  # first: who learns of the error may add again at once
+        for batch in failed:
             self._end(batch, error)
-        self._clear()
 
     def _end(self, batch: ShardBatch, error: Exception) -> None:
         batch.pending.fail(error)

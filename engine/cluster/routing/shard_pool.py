@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 
-import pyarrow as pa
-
 from undertow.engine.cluster.root import SharedRoot
-from undertow.engine.cluster.routing.batch import ShardBatch, split
+from undertow.engine.cluster.routing.batch import Receipts, ShardBatch, Turns, split
 from undertow.engine.cluster.routing.errors import Backoff, ShardCalls
 from undertow.engine.cluster.routing.route_table import Route, RouteTable
 from undertow.engine.cluster.routing.shard_client import ShardClient
@@ -79,29 +77,36 @@ class ShardPool:
 
     # ---- turns
 
-    async def send(self, table: pa.Table, *, wait: bool) -> Future[pa.Table]:
-        """Send turns (wire.TURNS) to their shards: their receipts (wire.RECEIPTS), row for row.
+    def offer(self, turns: Turns) -> Future[Receipts]:
+        """Send turns to their shards: their receipts, row for row. QueueFull: too many wait for a shard."""
+        whole = ShardBatch.of(turns)
+        if (full := self._put_all(whole)) is not None:
+            raise QueueFull(
+                f"{self._settings.lane_turns} turns wait for shard {full.shard}. Try again in a moment."
+            )
+        return whole.pending.future
 
-        While too many turns wait for one of the shards: waits, or raises QueueFull without `wait`.
-        """
-        whole = ShardBatch.of(table)
-        while table.num_rows:
-            batches = split(whole, self.routes.routes_of, self._settings.call_turns)
-            turns = Counter[Route]()
-            for route, batch in batches:
-                turns[route] += len(batch)
-            full = next((r for r, count in turns.items() if not self._client(r).has_room(count)), None)
-            if full is None:
-                self._put(batches)
-                break
-            if not wait:
-                raise QueueFull(
-                    f"{self._settings.lane_turns} turns wait for shard {full.shard}. Try again in a moment."
-                )
+    async def send(self, turns: Turns) -> Future[Receipts]:
+        """As `offer`, once there is room."""
+        whole = ShardBatch.of(turns)
+        while (full := self._put_all(whole)) is not None:
             room = self._client(full).room
             room.clear()
             await room.wait()
         return whole.pending.future
+
+    def _put_all(self, whole: ShardBatch) -> Route | None:
+        """Send a call's turns. Returns a route that has no room for them; None: they were sent."""
+        if not len(whole):
+            return None
+        batches = split(whole, self.routes.routes_of, self._settings.call_turns)
+        counts = Counter[Route]()
+        for route, batch in batches:
+            counts[route] += len(batch)
+        full = next((r for r, count in counts.items() if not self._client(r).has_room(count)), None)
+        if full is None:
+            self._put(batches)
+        return full
 
     def _put(self, batches: Sequence[tuple[Route, ShardBatch]]) -> None:
         for route, batch in batches:

@@ -17,11 +17,17 @@ import pyarrow as pa
 from undertow.engine.base.model import PackedTurn, UndertowError
 from undertow.engine.base.results import Receipt
 from undertow.engine.base.trace import current_traceparent
-from undertow.engine.cluster.wire import Status, check_turns, receipts_table, tenants_of, unpack
+from undertow.engine.cluster.wire import (
+    Outcome,
+    Status,
+    check_turns,
+    receipts_table,
+    tenants_of,
+    unpack,
+    unpack_receipts,
+)
 from undertow.engine.step.admission import Block, Inbox, QueueFull, Ticket
 from undertow.engine.tenants.turn_columns import TurnColumns
-
-Outcome = tuple[Status, str | None, int | None, str | None]
 
 # the turns of a call of so many or more go to the engine as a block of columns
 BLOCK_TURNS = 128
@@ -218,10 +224,10 @@ class TableCall(TurnCall):
 
 
 class PackedCall(TurnCall):
-    """Turns of this process; the result is a receipt for each."""
+    """A few turns from another process; the result is the outcome of each, as in a row of wire.RECEIPTS."""
 
-    def __init__(self, turns: Sequence[PackedTurn]) -> None:
-        super().__init__(len(turns))
+    def __init__(self, turns: Sequence[PackedTurn], map_version: int = 0) -> None:
+        super().__init__(len(turns), map_version)
         self._turns = turns
 
     @property
@@ -235,17 +241,25 @@ class PackedCall(TurnCall):
     def _columns(self) -> TurnColumns:
         return TurnColumns.of(self._turns)
 
+    def _answer(self, outcomes: Sequence[Outcome]) -> object:
+        return outcomes
+
+
+class LocalCall(PackedCall):
+    """Turns of this process; the result is a receipt for each."""
+
     def _answer(self, outcomes: Sequence[Outcome]) -> list[Receipt]:
-        return [
-            Receipt(
-                turn.tenant,
-                id,
-                seq,
-                status is Status.DUPLICATE,
-                parked=detail if status is Status.PARKED else None,
-            )
-            for turn, (status, id, seq, detail) in zip(self._turns, outcomes, strict=True)
-        ]
+        return unpack_receipts(outcomes, (turn.tenant for turn in self._turns))
+
+
+def sent_call(turns: Sequence[PackedTurn] | pa.Table, stamp: CallStamp, dim: int | None = None) -> TurnCall:
+    """The call of turns from another process. A list was checked where it was packed.
+
+    `dim`, ValueError, of a table: see check_turns.
+    """
+    if isinstance(turns, pa.Table):
+        return TableCall(turns, stamp.map_version, dim)
+    return PackedCall(turns, stamp.map_version)
 
 
 def outcome_of(receipt: Receipt) -> Outcome:

@@ -23,7 +23,7 @@ from undertow.engine.base.results import Receipt
 from undertow.engine.cluster.root import SharedRoot
 from undertow.engine.cluster.shard.api.answer_streams import AnswerTicket, Said
 from undertow.engine.cluster.shard.api.calls import ApiCalls
-from undertow.engine.cluster.shard.call_queue import CallStamp, PackedCall, SessionStart, TableCall
+from undertow.engine.cluster.shard.call_queue import CallStamp, LocalCall, SessionStart, TableCall, sent_call
 from undertow.engine.cluster.shard.drivers import driver_of
 from undertow.engine.cluster.shard.engine_work import EngineWork
 from undertow.engine.cluster.shard.supervisor import EngineParts, ShardSupervisor
@@ -87,25 +87,25 @@ class Shard:
         """See CallQueues.trial."""
         return self._ask(lambda _: self._work.arrived.trial(client))
 
-    def add(self, table: pa.Table, stamp: CallStamp) -> Future[pa.Table]:
-        """Store turns (wire.TURNS): receipts (wire.RECEIPTS), one a turn, in order.
+    def add(self, turns: Sequence[PackedTurn] | pa.Table, stamp: CallStamp) -> Future[Any]:
+        """Store turns: a list, or wire.TURNS. The outcome of each, in order: a list, or wire.RECEIPTS.
 
         Turns of tenants that are elsewhere are returned as MOVED, those of tenants in transit as IN_TRANSIT;
         the others are stored. If the stamp names a newer map, that is read first.
         ValueError for another table; StaleSession, QueueFull: see CallQueues.accept.
         """
         try:
-            call = TableCall(table, stamp.map_version, self._supervisor.dim)
+            call = sent_call(turns, stamp, self._supervisor.dim)
             self._work.offer(call, stamp)
         except (ValueError, UndertowError) as error:
-            refused: Future[pa.Table] = Future()
+            refused: Future[Any] = Future()
             refused.set_exception(error)
             return refused
         return call.future
 
     def add_here(self, turns: Sequence[PackedTurn]) -> Future[list[Receipt]]:
         """Store turns of a caller in this process, in the order of these calls. QueueFull."""
-        call = PackedCall(turns)
+        call = LocalCall(turns)
         self._work.offer_next(call)
         return call.future
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import PackedTurn
-from undertow.engine.cluster.shard.call_queue import Outcome, TurnCall
+from undertow.engine.cluster.shard.call_queue import TurnCall
 from undertow.engine.cluster.shard.supervisor import ShardSupervisor, Suspect
 from undertow.engine.cluster.shard_map import ShardMap
-from undertow.engine.cluster.wire import Status
+from undertow.engine.cluster.wire import Outcome, Status
 from undertow.engine.tenants.migration_records import InTransit, Moved
 
 

@@ -51,10 +51,8 @@ async def add(
     """
     whose = tenant, sender.key_id, idempotency_key, service.max_message_bytes
     if asked.items is None:
-        given = {name: value for name, value in asked if value is not None}
-        item = Item.model_construct(**given)  # checked as a part of the request
-        make = partial(AddBatch.of, item, *whose)
-        batch = await _made(service, sender.key_id, tenant, len(item.messages), make)
+        make = partial(AddBatch.of, asked, *whose)
+        batch = await _made(service, sender.key_id, tenant, len(asked.messages or ()), make)
         (result,) = await service.adding.add(sender.key_id, tenant, [batch])
         if isinstance(result, Problem):
             raise result

@@ -15,7 +15,7 @@ from undertow.engine.storage.row_codec import check_turn
 from undertow.serving.http.middleware.idempotency import under_way
 from undertow.serving.http.middleware.load_limits import LoadLimits
 from undertow.serving.http.problems import Problem
-from undertow.serving.http.routes.schemas import Item
+from undertow.serving.http.routes.schemas import AddRequest, Item
 
 if TYPE_CHECKING:
     from undertow.serving.async_memories import AsyncMemories
@@ -36,7 +36,9 @@ class AddBatch:
     turns: Sequence[Turn]
 
     @classmethod
-    def of(cls, item: Item, tenant: str, key_id: str, key: str | None, max_message_bytes: int) -> AddBatch:
+    def of(
+        cls, item: Item | AddRequest, tenant: str, key_id: str, key: str | None, max_message_bytes: int
+    ) -> AddBatch:
         """The turns of some messages. InputError.
 
         `key`: the caller's Idempotency-Key, distinct for each API key. Without one, each call is new.
@@ -44,10 +46,10 @@ class AddBatch:
         call = secrets.token_hex(12) if key is None else f"{key_id}\x1f{key}"
         turns = turns_of(
             tenant,
-            item.messages,
-            session_id=item.session_id,
+            item.messages or (),
+            session_id=item.session_id or "",
             timestamp=None if item.timestamp is None else str(item.timestamp),
-            metadata=item.metadata,
+            metadata=item.metadata or {},
             call=call,
             max_message_bytes=max_message_bytes,
             arrived=utc_now(),

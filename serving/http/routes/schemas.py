@@ -128,7 +128,7 @@ class RequestModel(BaseModel):
 
 
 class Item(RequestModel):
-    """Messages that are added together: one item of a batch, or a whole request without items."""
+    """Messages that are added together: one item of a batch."""
 
     messages: Messages
     session_id: str = Field(default="", max_length=1024)

@@ -7,13 +7,21 @@ import pickle
 import socket
 import struct
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.results import Hit, SearchResult
-from undertow.engine.cluster.processes.transport import _LENGTH, Connection, dumps, pack_error, unpack_error
+from undertow.engine.cluster.processes.transport import (
+    _LENGTH,
+    ITERATIONS,
+    Connection,
+    dumps,
+    pack_error,
+    unpack_error,
+)
 from undertow.engine.cluster.routing.errors import ShardDown
 from undertow.engine.cluster.wire import pack
 
@@ -55,6 +63,28 @@ async def test_frames_come_in_order_whatever_their_size_and_the_end_is_noticed()
     assert other.frames == frames
     await other.ended.wait()
     other.connection.send("late")  # is no error
+
+
+async def test_frames_that_gather_travel_together_and_others_pass_them() -> None:
+    ours, theirs = socket.socketpair()
+    one, other = End(), End()
+    await one.connection.open(ours)
+    await other.connection.open(theirs)
+    transport = one.connection._transport
+    assert transport is not None
+    counted = Mock(wraps=transport)
+    one.connection._transport = counted
+    for n in range(ITERATIONS // 2):
+        one.connection.send(n, gathers=True)
+        await asyncio.sleep(0)
+    one.connection.send("at once")
+    await other.has(1 + ITERATIONS // 2)
+    assert other.frames == ["at once", *range(ITERATIONS // 2)]
+    assert counted.write.call_count == 2
+    one.connection.send("last", gathers=True)
+    one.connection.close()
+    await other.ended.wait()
+    assert other.frames[-1] == "last", "what gathers is sent before the end"
 
 
 @pytest.mark.parametrize("size", [1, 3, 9, 100])

@@ -47,6 +47,8 @@ def test_a_shard_that_hangs_does_not_stall_the_others(tmp_path: Path) -> None:
         waiting = [router.submit_table(pack([turn_of(stuck, n, f"w{n}")])) for n in range(32)]
         with pytest.raises(QueueFull):
             router.submit_table(pack([turn_of(stuck, 99, "x")]))
+        with pytest.raises(QueueFull):
+            router.begin_add([turn_of(stuck, 99, "x")]).result(SOON_S)
         for n in range(40):
             assert not router.add_batch([turn_of(free, n, f"w{n}")])[0].duplicate
         assert router.search(free, "w3").turns

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from undertow.engine.base.model import UndertowError
@@ -13,7 +13,7 @@ from undertow.engine.cluster.routing.batch import PendingAdd, ShardBatch, split
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard.call_queue import CallStamp, SessionStart
 from undertow.engine.cluster.shard_map import Removed
-from undertow.engine.cluster.wire import Status, pack, receipts_table, unpack
+from undertow.engine.cluster.wire import Status, pack, pack_turn, receipts_table, unpack, unpack_receipts
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.location import StoreError
 
@@ -43,7 +43,7 @@ def test_small_calls_leave_places_at_the_shard_for_all_others() -> None:
     add, pending = shard.add, [0]
     settings = ClusterSettings(max_pending_calls=16, window_calls=4, patience_s=5)
 
-    async def limited(table: pa.Table, stamp: CallStamp) -> pa.Table:
+    async def limited(table: Any, stamp: CallStamp) -> Any:
         if pending[0] == settings.max_pending_calls:
             raise QueueFull("too many calls are pending")
         pending[0] += 1
@@ -64,7 +64,7 @@ def test_small_calls_leave_places_at_the_shard_for_all_others() -> None:
 
 
 def test_a_stopped_client_fails_what_waits() -> None:
-    async def never(table: pa.Table, stamp: CallStamp) -> pa.Table:
+    async def never(table: Any, stamp: CallStamp) -> Any:
         await asyncio.sleep(60)
 
     shard = FakeShard()
@@ -207,6 +207,26 @@ def test_a_client_that_fails_fails_all_its_batches() -> None:
         assert sent.shard_client.ended
 
     with_client(shard, work)
+
+
+def test_a_list_of_turns_is_split_and_returned_like_a_table() -> None:
+    names = ["ann", "bob", "cyd", "bob"]
+    whole = ShardBatch.of([pack_turn(turn_of(name, n, f"w{n}")) for n, name in enumerate(names)])
+    assert whole.tenants == ["ann", "bob", "cyd"]
+    assert split(whole, lambda tenants: ["x"] * len(tenants), 4) == [("x", whole)]
+    bobs, others = (part for _, part in split(whole, lambda ts: [t != "bob" for t in ts], 4)[::-1])
+    back = others.settle([(Status.STORED, "id-0", 0, None), (Status.MOVED, None, None, "s1")])
+    assert back is not None and back.moved == {"cyd": "s1"} and back.batch.tenants == ["cyd"]
+    assert bobs.settle([(Status.STORED, "id-1", 0, None), (Status.DUPLICATE, None, None, None)]) is None
+    assert not whole.pending.future.done()
+    assert back.batch.settle(receipts_table([(Status.STORED, "id-2", 0, None)])) is None
+    receipts = unpack_receipts(whole.pending.future.result(0), names)
+    assert [(r.tenant, r.id, r.duplicate) for r in receipts] == [
+        ("ann", "id-0", False),
+        ("bob", "id-1", False),
+        ("cyd", "id-2", False),
+        ("bob", None, True),
+    ]
 
 
 def test_a_batch_is_split_by_shard_and_size_and_its_receipts_are_joined() -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import AsyncMock
 
 import pyarrow as pa
 
+from undertow.engine.base.model import PackedTurn
 from undertow.engine.cluster.routing.errors import ShardGone
-from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, SessionStart, TableCall, TurnCall
-from undertow.engine.cluster.wire import Status, receipts_table, unpack
+from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, SessionStart, TurnCall, sent_call
+from undertow.engine.cluster.wire import Outcome, Status, unpack
 from undertow.engine.step.admission import QueueFull
 
 BOUND_TURNS = 1_000_000
@@ -82,10 +83,10 @@ class FakeShard:
         self.deaths += 1
         raise ShardGone("dead")
 
-    async def add(self, table: pa.Table, stamp: CallStamp) -> pa.Table:
+    async def add(self, table: pa.Table | Sequence[PackedTurn], stamp: CallStamp) -> Any:
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
-        call = TableCall(table)
+        call = sent_call(table, stamp)
         self.inside.append((stamp.client, call))
         try:
             return await self._added(call, stamp)
@@ -93,7 +94,7 @@ class FakeShard:
             self.under_way -= 1
             self.inside.remove((stamp.client, call))
 
-    async def _added(self, call: TurnCall, stamp: CallStamp) -> pa.Table:
+    async def _added(self, call: TurnCall, stamp: CallStamp) -> Any:
         lines = self.lines
         self.ready += lines.accept(call, stamp, BOUND_TURNS if self.full else 0)
         self.full -= call.future.done()
@@ -103,7 +104,7 @@ class FakeShard:
                 raise ShardGone("died meanwhile")
             if await self.is_due(stamp.client, call):
                 self._store(call)
-        receipts: pa.Table = call.future.result()
+        receipts = call.future.result()
         if self.loses:
             self.loses -= 1
             raise ShardGone("nobody knows")
@@ -123,7 +124,7 @@ class FakeShard:
         texts = [turn.text for turn in call.turns]
         if any(self.deadly in text for text in texts) or self.kill_when(texts):
             self.die()
-        rows: list[tuple[Status, str | None, int | None, str | None]] = []
+        rows: list[Outcome] = []
         for turn in call.turns:
             if turn.tenant in self.away:
                 status, to = self.away[turn.tenant]
@@ -135,7 +136,7 @@ class FakeShard:
                 rows.append((Status.DUPLICATE if known else Status.STORED, None, None, None))
         self.returned += any(turn.tenant in self.away for turn in call.turns)
         self.ready.remove(call)
-        call.future.set_result(receipts_table(rows))
+        call.future.set_result(call._answer(rows))
 
 
 def always_full(shard: FakeShard) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import pyarrow as pa
 
-from undertow.engine.cluster.routing.batch import PendingAdd, ShardBatch
+from undertow.engine.cluster.routing.batch import ShardBatch
 from undertow.engine.cluster.routing.shard_client import ShardClient
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.cluster.wire import pack, unpack
+from undertow.engine.cluster.wire import pack, pack_turn, unpack
 
 from ...support.cluster.fake_shard import FakeShard
 from ...support.engine import turn_of
@@ -31,6 +31,7 @@ class Sent:
     # whether tenants are still away when their turns are sent anew
     stays_away: bool = False
     held: int = 0
+    puts: int = 0
     # what reading the map, and sending batches anew, fails with
     no_map: Exception | None = None
     no_way: Exception | None = None
@@ -98,15 +99,22 @@ def with_client(
     with_clients(shard, work, "client", settings=settings)
 
 
+def statuses_in(receipts: Any) -> list[str]:
+    """Of a table, or of a list of outcomes."""
+    if isinstance(receipts, pa.Table):
+        receipts = zip(receipts.column("status").to_pylist(), strict=True)
+    return [str(status) for status, *_ in receipts]
+
+
 def put(sent: Sent, *texts: str, tenant: str = "ann") -> asyncio.Future[list[str]]:
-    table = pack([turn_of(tenant, n, text) for n, text in enumerate(texts)])
-    pending = PendingAdd(len(texts))
+    """Odd calls send a list, even ones a table."""
+    turns = [turn_of(tenant, n, text) for n, text in enumerate(texts)]
+    sent.puts += 1
+    batch = ShardBatch.of([pack_turn(turn) for turn in turns] if sent.puts % 2 else pack(turns))
     sent.held += 1
-    sent.shard_client.put(ShardBatch(pending, np.arange(len(texts)), table))
+    sent.shard_client.put(batch)
 
     async def statuses() -> list[str]:
-        receipts = await asyncio.wrap_future(pending.future)
-        found: list[str] = receipts.column("status").to_pylist()
-        return found
+        return statuses_in(await asyncio.wrap_future(batch.pending.future))
 
     return asyncio.ensure_future(statuses())
