@@ -7,7 +7,7 @@
     python -m undertow.bench.system.service --workers 2 [--mixes 1:0 0:1 1:1 1:9]
 
 The service runs as `undertow serve` in a process of its own, without an LLM and with the hashing encoder,
-over a store that `undertow ingest` has filled. Every turn is decided, which the run checks. The requests come
+over a store that was filled before. Every turn is decided, which the run checks. The requests come
 over loopback from this process, or from wrk, on the same machine. Ends in one JSON line.
 """
 
@@ -156,6 +156,8 @@ def main() -> None:
     args.parts = args.parts or list(PARTS)
     if unknown := set(args.parts) - set(PARTS):
         options.error(f"no part is called {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
+    if args.workers is not None and args.workers < 2:
+        options.error("--workers needs at least 2: one worker is one process")
     beside_what = [args.mem0, args.against is not None, bool(args.workers)].count(True)
     if beside_what > 1:
         options.error("--mem0, --against and --workers exclude each other: leave all but one out")

@@ -1,4 +1,4 @@
-"""The same loads on two services in alternation: another checkout's, or mem0ai's."""
+"""The same loads on two services in alternation: with workers, another checkout's, or mem0ai's."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from undertow.engine.cluster.shard.call_queue import CallStamp
 from undertow.engine.cluster.wire import from_buffer, to_buffer
 
 # For so many iterations of the event loop a frame that gathers waits for more. A busy loop takes up many
-# requests meanwhile, an idle one is through in microseconds.
+# requests meanwhile, an idle one is soon through.
 ITERATIONS = 12
 
 _LENGTH = struct.Struct("<Q")
@@ -107,10 +107,9 @@ class Connection(asyncio.Protocol):
         if iterations:
             asyncio.get_running_loop().call_soon(self._flush, unsent, iterations - 1)
             return
-        data = b"".join(unsent)
-        unsent.clear()
+        data, unsent[:] = unsent[:], []
         if data and self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
+            self._transport.write(b"".join(data))
 
     def close(self) -> None:
         """End the sockets once everything was sent."""

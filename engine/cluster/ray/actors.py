@@ -55,9 +55,8 @@ class RayShard:
         try:
             if self._actor is None:
                 self._actor = await asyncio.to_thread(self._start, self.shard)
-            if method == "add" and not isinstance(
-                args[0], pa.Table
-            ):  # a long list would not go with the call
+            if method == "add" and not isinstance(args[0], pa.Table):
+                # a long list would not travel with the call
                 args = (turns_table(args[0]), *args[1:])
             pieces = to_pieces(args[0]) if args and isinstance(args[0], pa.Table) else []
             rest = args[1:] if pieces else args

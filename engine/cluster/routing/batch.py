@@ -18,7 +18,7 @@ from undertow.engine.cluster.wire import RETURNED, Outcome, Status, receipts_tab
 
 Key = TypeVar("Key", bound=Hashable)
 Rows = NDArray[np.int64]
-# A few turns are a list, and so are their receipts. Many are wire.TURNS and wire.RECEIPTS.
+# A few turns are a list, with a list of receipts or wire.RECEIPTS. Many are wire.TURNS, with wire.RECEIPTS.
 Turns: TypeAlias = Sequence[PackedTurn] | pa.Table
 Receipts: TypeAlias = Sequence[Outcome] | pa.Table
 

@@ -124,7 +124,7 @@ def then(asked: Future[S], take: Callable[[S], T]) -> Future[T]:
         try:
             taken.set_result(take(done.result()))
         except Exception as error:  # noqa: BLE001 - the caller's
-            taken.set_exception(error)
+            taken.set_exception(error.with_traceback(None))  # its frames have the future that has it
 
     def cancel(done: Future[T]) -> None:
         if done.cancelled() and (source := begun()) is not None:

@@ -113,10 +113,13 @@ class ShardClient:
 
     async def stop(self) -> None:
         """End the client, and fail all its batches; calls under way may still be carried out."""
+        while not self._task.done():  # `wait_for` of Python 3.11 may lose a cancellation
+            self._task.cancel()
+            await asyncio.sleep(0)
         self._token = None
-        for task in (self._task, *self._sending):
+        for task in self._sending:
             task.cancel()
-        await asyncio.gather(self._task, *self._sending, return_exceptions=True)
+        await asyncio.gather(*self._sending, return_exceptions=True)
         closed = UndertowError(
             f"the router was closed; whether shard {self.shard} has stored this is unknown"
         )
@@ -407,13 +410,13 @@ class ShardClient:
     def _fail(self, error: Exception) -> None:
         """Fail all batches that wait or have come back: after a gap they would be out of order."""
         failed = [*self._lost.values(), *self._returned.values(), *self._queue]
-        self._clear()  # first: who learns of the error may add again at once
+        self._clear()  # first, as in _end
         for batch in failed:
             self._end(batch, error)
 
     def _end(self, batch: ShardBatch, error: Exception) -> None:
+        self._leave(batch)  # first: who learns of the error may add again at once
         batch.pending.fail(error)
-        self._leave(batch)
 
     def _leave(self, batch: ShardBatch) -> None:
         self.waiting_turns -= len(batch)

@@ -11,14 +11,17 @@ import pytest
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.cluster.routing import shard_client as shard_clients
+from undertow.engine.cluster.routing.batch import ShardBatch
 from undertow.engine.cluster.routing.errors import ShardDown, ShardExited, ShardGone
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, SessionStart, TurnCall
+from undertow.engine.cluster.wire import pack_turn
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.location import StoreError
 
 from ...support.cluster.fake_shard import FakeShard, always_full, said
 from ...support.cluster.shard_client import Sent, put, with_client, with_clients
+from ...support.engine import turn_of
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
@@ -167,6 +170,26 @@ def test_a_process_that_says_why_it_ends_blames_no_turn() -> None:
     with_client(shard, work)
     assert shard.deaths == 3 * shard_clients.DEATHS
     assert not shard.trials and not shard.parked
+
+
+@pytest.mark.parametrize("fails", ["add", "hello"])
+def test_who_learns_of_an_error_may_add_again_at_once(fails: str) -> None:
+    shard, error = FakeShard(), StoreError("disk full")
+    if fails == "add":
+        shard.broken = error
+    else:
+        shard.hello = AsyncMock(side_effect=error)  # type: ignore[method-assign]
+
+    async def work(sent: Sent) -> None:
+        first, again = (ShardBatch.of([pack_turn(turn_of("ann", n, "a"))]) for n in range(2))
+        first.pending.future.add_done_callback(lambda _: sent.shard_client.put(again))
+        sent.held += 2
+        sent.shard_client.put(first)
+        for batch in (first, again):
+            with pytest.raises(UndertowError, match="disk full"):
+                await asyncio.wrap_future(batch.pending.future)
+
+    with_client(shard, work)
 
 
 @pytest.mark.parametrize("fails", ["engine", "parking"])
