@@ -164,6 +164,8 @@ class ShardSupervisor:
                 self._warm = True
                 for warning in engine.warnings:  # of the encoder, which stays: once
                     log.warning("shard %s: %s", self._shard, warning)
+            # read again: before this writer took over, another may have moved tenants by a newer map
+            newest = self.newest_map()
             self._resharding = ReshardingParticipant(engine, self._shard, self.root.stores, newest)
             engine.resume()
             engine.tenants.names()  # read now, as an event loop may not wait for it later

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -31,6 +32,7 @@ from undertow.engine.cluster.root import agree_on_thresholds, with_policy, with_
 from undertow.engine.cluster.shard import call_queue
 from undertow.engine.cluster.shard.call_queue import CallStamp, StaleSession, TableCall
 from undertow.engine.cluster.shard.shard import Shard
+from undertow.engine.cluster.shard.supervisor import ShardSupervisor
 from undertow.engine.cluster.shard_map import STORES, ShardMap
 from undertow.engine.cluster.wire import Status, pack
 from undertow.engine.step.admission import Admitted, Inbox, QueueFull
@@ -362,6 +364,21 @@ def test_a_call_brings_its_map_so_that_a_tenants_first_turns_keep_their_order(
         for n in range(2)
     ]
     assert [receipts.column("seq").to_pylist() for receipts in found] == [[0], [1]]
+
+
+def test_a_shard_goes_by_the_map_that_is_newest_once_it_has_the_journal(
+    root: Location, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, newer = ShardSupervisor._made, shard_map.load(root).toward(["s0", "s1"])
+
+    def late(*args: Any) -> Any:
+        engine = made(*args)
+        shard_map.publish(root, newer)  # as if this process had been stopped since it read the map
+        return engine
+
+    monkeypatch.setattr(ShardSupervisor, "_made", late)
+    shard = start(where=root)
+    assert shard.hello("client", 1).result(SOON_S).map_version == newer.version
 
 
 # ---- the thresholds of a root
