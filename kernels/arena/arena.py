@@ -90,7 +90,7 @@ class Arena(SlabTable):
         rows = self._place(slots)
         self._memory.write(self._vector_addresses(slots, rows), held)
         self._memory.change_flags(self._flag_addresses(slots, rows), 0, PRESENT | (LIVE if live else 0))
-        self._length[slots] = rows + 1  # those of a segment ascend: the last one counts
+        np.maximum.at(self._length, slots, rows + 1)
         return owners << _ROW_BITS | rows
 
     def reserve(self, segments: ArrayLike) -> None:

@@ -1,4 +1,4 @@
-"""The same loads on two services in alternation: with workers, another checkout's, or mem0ai's."""
+"""The same loads on two services in turn: this checkout's, and another's, mem0ai's, or one with workers."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class ShardClient:
 
     @property
     def _settling(self) -> bool:
-        """Whether something has come back, and nothing more is sent before that is seen to."""
+        """Whether something has come back: nothing more is sent until that is done with."""
         return bool(self._lost or self._returned) or self._failure is not None
 
     @property

@@ -164,9 +164,9 @@ class ShardSupervisor:
                 self._warm = True
                 for warning in engine.warnings:  # of the encoder, which stays: once
                     log.warning("shard %s: %s", self._shard, warning)
-            # read again: before this writer took over, another may have moved tenants by a newer map
-            newest = self.newest_map()
-            self._resharding = ReshardingParticipant(engine, self._shard, self.root.stores, newest)
+            # not `newest`: before this writer took over, another may have moved tenants by a newer map
+            with_journal = self.newest_map()
+            self._resharding = ReshardingParticipant(engine, self._shard, self.root.stores, with_journal)
             engine.resume()
             engine.tenants.names()  # read now, as an event loop may not wait for it later
             for tenant, why in self._faults.items():

@@ -20,7 +20,7 @@ from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.location import StoreError
 
 from ...support.cluster.fake_shard import FakeShard, always_full, said
-from ...support.cluster.shard_client import Sent, put, with_client, with_clients
+from ...support.cluster.shard_client import SETTINGS, Sent, in_use, put, with_client, with_clients
 from ...support.engine import turn_of
 
 pytestmark = pytest.mark.usefixtures("hasty")
@@ -298,6 +298,29 @@ def test_a_shard_that_is_never_there_fails_its_calls_by_name() -> None:
             await put(sent, "a")
 
     with_client(shard, work, ClusterSettings(patience_s=0.02))
+
+
+@pytest.mark.parametrize("rounds", range(6))
+def test_a_client_that_is_stopped_while_its_shard_answers_ends(rounds: int) -> None:
+    """`wait_for` of Python 3.11 loses a cancellation that comes in the same moment as the answer."""
+
+    async def stop_after(rounds: int) -> None:
+        shard, loop = FakeShard(), asyncio.get_running_loop()
+        answer = loop.create_future()
+        answers = iter([answer])
+        shard.hello = lambda *_: next(answers, loop.create_future())  # type: ignore[assignment, method-assign]
+        sent = in_use(shard, "client", SETTINGS)
+        found = put(sent, "a")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        answer.set_result(SessionStart("token", 1, "process"))
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(sent.shard_client.stop(), 5)
+        with pytest.raises(UndertowError, match="closed"):
+            await found
+
+    asyncio.run(stop_after(rounds))
 
 
 def test_a_shard_that_says_why_it_cannot_serve_fails_its_calls_with_that() -> None:
