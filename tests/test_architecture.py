@@ -33,8 +33,8 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 KERNEL_PACKAGES = {"torch", "cupy", "numpy", "faiss", "numba", "llvmlite", "triton"}
 
 # Upper bounds that only go down, but for what a new feature is allowed (docs/decisions/0030).
-SOURCE_LINES = 71_413
-TEST_LINES = 62_098
+SOURCE_LINES = 71_463
+TEST_LINES = 62_136
 # Made by `make client` from the asynchronous client, and compared with it by a test.
 GENERATED = "serving/client/_sync/"
 FOLDER_ENTRIES = 15

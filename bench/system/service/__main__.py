@@ -20,10 +20,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from undertow.bench.machine import ROOT, commit, describe
 from undertow.bench.system.parts import load_averages, run_parts
 from undertow.bench.system.service.background import background_part
+from undertow.bench.system.service.closed_loop import CONNECTIONS
 from undertow.bench.system.service.compare import compare
 from undertow.bench.system.service.hostile import hostile_part
 from undertow.bench.system.service.mem0 import SMALL, Mem0Service
@@ -63,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
         "--mem0", action="store_true", help=f"beside mem0ai, {SMALL.tenants} tenants of 20 turns"
     )
     made.add_argument("--workers", type=int, help="a service of so many, beside one of a single process")
+    made.add_argument("--connections", type=int, default=CONNECTIONS, help="of the closed loop in `cost`")
     made.add_argument("--rounds", type=int, default=2, help="of a comparison")
     made.add_argument("--out", type=Path, help="a folder for the figures")
     return made
@@ -76,9 +79,8 @@ def parts_of(args: argparse.Namespace, filled: Filled) -> dict[str, Callable[[Pa
         pairs = [(mix, durability) for durability in args.durability for mix in args.mixes]
         return {f"{durability} {mix}": part(mix, durability) for mix, durability in pairs}
 
-    cost = partial(cost_part, filled, seconds=args.seconds, rate=args.rate)
     return {
-        "cost": lambda _: each(cost),
+        "cost": lambda _: each(partial(cost_part, filled, **of_cost(args))),
         "rate": lambda _: each(partial(rate_part, filled, seconds=args.seconds)),
         "overload": lambda _: overload_part(filled, *first, args.seconds),
         "hostile": lambda _: hostile_part(filled, *first, args.seconds, args.rate),
@@ -86,6 +88,10 @@ def parts_of(args: argparse.Namespace, filled: Filled) -> dict[str, Callable[[Pa
         "memory": lambda _: memory_part(filled, *first, args.memory_seconds, args.rate),
         "kill": lambda _: kill_part(filled, *first, args.seconds),
     }
+
+
+def of_cost(args: argparse.Namespace) -> dict[str, Any]:
+    return {"seconds": args.seconds, "rate": args.rate, "connections": args.connections}
 
 
 def alone(args: argparse.Namespace, folder: Path) -> Figures:
@@ -96,7 +102,7 @@ def alone(args: argparse.Namespace, folder: Path) -> Figures:
 
 
 def beside(args: argparse.Namespace, folder: Path) -> Figures:
-    """This checkout beside another one, or mem0ai; or with workers beside itself without them."""
+    """This checkout beside another one or mem0ai, or with workers beside itself without them."""
     root = ROOT if args.against is None else args.against.resolve()
     other = Mem0Service() if args.mem0 else Checkout(root, args.theta_count)
     sides = Checkout(theta_count=args.theta_count, workers=args.workers or 0), other
@@ -115,9 +121,8 @@ def beside(args: argparse.Namespace, folder: Path) -> Figures:
     }
     for durability in args.durability:
         for mix in args.mixes:
-            figures = compare(
-                *(ours, theirs, mix, durability), seconds=args.seconds, rate=args.rate, rounds=args.rounds
-            )
+            cost = partial(cost_part, mix=mix, durability=durability, **of_cost(args))
+            figures = {"rate_per_s": args.rate, **compare(ours, theirs, cost, args.rounds)}
             document[f"{durability} {mix}"] = figures
             print(f"\n{durability} {mix}, ours over theirs", flush=True)
             for name, ratio in figures["ours_over_theirs"].items():
@@ -145,7 +150,7 @@ def name_of(args: argparse.Namespace) -> str:
     if args.against is not None:
         return f"service-against-{args.turns}"
     if args.workers:
-        return f"service-workers-{args.turns}"
+        return f"service-workers-{args.turns}-{args.connections}"
     parts = () if set(args.parts) == set(PARTS) else tuple(args.parts)
     return "-".join(("service", str(args.turns), *parts))
 
@@ -162,6 +167,8 @@ def main() -> None:
     if beside_what > 1:
         options.error("--mem0, --against and --workers exclude each other: leave all but one out")
     run = beside if beside_what else alone
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
     try:
         with TemporaryDirectory(prefix="undertow-bench-") as folder:
             figures = run(args, Path(folder))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 
 from undertow.bench.pairs import figure_of
-from undertow.bench.system.service.parts import Figures, Filled, Mix, cost_part
+from undertow.bench.system.service.parts import Figures, Filled
 
 # dotted names in the figures of `cost_part`; a ratio above 1 says that ours is higher
 COMPARED = (
@@ -18,15 +19,13 @@ COMPARED = (
 )
 
 
-def compare(
-    ours: Filled, theirs: Filled, mix: Mix, durability: str, *, seconds: float, rate: float, rounds: int
-) -> Figures:
+def compare(ours: Filled, theirs: Filled, cost: Callable[[Filled], Figures], rounds: int) -> Figures:
     """Alternates the two sides, each time on a fresh copy of its store, with the same requests."""
     runs: dict[str, list[Figures]] = {"ours": [], "theirs": []}
     for _ in range(rounds):
         for name, filled in (("ours", ours), ("theirs", theirs)):
-            runs[name].append(cost_part(filled, mix, durability, seconds, rate))
-    return {"rate_per_s": rate, **runs, "ours_over_theirs": ratios(runs["ours"], runs["theirs"])}
+            runs[name].append(cost(filled))
+    return {**runs, "ours_over_theirs": ratios(runs["ours"], runs["theirs"])}
 
 
 def ratios(ours: list[Figures], theirs: list[Figures]) -> dict[str, float | None]:

@@ -138,11 +138,11 @@ class Load:
         caller.close()
         return outcome, {**outcome.figures(), **_per_request(spent_s, len(requests))}
 
-    def at_most(self, seconds: float) -> Figures:
+    def at_most(self, seconds: float, connections: int = closed_loop.CONNECTIONS) -> Figures:
         """The closed loop's figures with the service's CPU time."""
         requests = self._requests(closed_loop.prepared(seconds), self._seed())
         cpu_s = self.cpu_s()
-        figures = closed_loop.drive(self.service.url, requests, seconds)
+        figures = closed_loop.drive(self.service.url, requests, seconds, connections)
         return {**figures, **_per_request(self.cpu_s() - cpu_s, figures["requests"])}
 
     def cpu_s(self) -> float:
@@ -162,12 +162,14 @@ def _per_request(cpu_s: float, requests: int) -> Figures:
     return {"service_cpu_ms_per_request": round(1e3 * cpu_s / max(requests, 1), 3)}
 
 
-def cost_part(filled: Filled, mix: Mix, durability: str, seconds: float, rate: float) -> Figures:
+def cost_part(
+    filled: Filled, mix: Mix, durability: str, *, seconds: float, rate: float, connections: int
+) -> Figures:
     """An open loop at a fixed rate, then the closed loop."""
     with filled.loaded(mix, durability) as load:
         load.at_rate(rate, min(seconds, 5.0))  # to warm up
         _, at_rate = load.at_rate(rate, seconds)
-        most = load.at_most(seconds)
+        most = load.at_most(seconds, connections)
         return {"open_loop": at_rate, "closed_loop": most, "decided": load.decided()}
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from undertow.engine.base.model import UndertowError
@@ -60,24 +61,27 @@ class WorkerProcess:
             raise UndertowError(f"the worker of {self._name} has ended at its start; it says above why")
         self._keeping = asyncio.create_task(self._keep())
 
-    async def call(self, shard: str, method: str, args: Sequence[Any]) -> Any:
-        """See ShardCalls. Cancelling it cancels the call of the shard."""
-        if self._connection is None or not self._ready.is_set():
-            raise self._gone()
-        if len(self._pending) >= self._max_pending:
-            raise QueueFull(f"too many calls are pending at shard {shard}. Try again shortly.")
-        number = next(self._numbers)
-        gathers = method == "add"  # so one step of the shard stores the turns of several requests
-        self._connection.send((number, shard, method, args, current_traceparent()), gathers=gathers)
+    def call(self, shard: str, method: str, args: Sequence[Any]) -> asyncio.Future[Any]:
+        """See ShardCalls. Cancelling it cancels the call of the shard, but for an add."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._pending[number] = answer
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            known = self._pending.pop(number, None) is not None
-            if known and not gathers and self._connection is not None:
-                self._connection.send(number)  # it is cancelled there too; adds cannot be
-            raise
+        if self._connection is None or not self._ready.is_set():
+            answer.set_exception(self._gone())
+        elif len(self._pending) >= self._max_pending:
+            full = f"too many calls are pending at shard {shard}. Try again shortly."
+            answer.set_exception(QueueFull(full))
+        else:
+            number = next(self._numbers)
+            gathers = method == "add"  # so one step of the shard stores the turns of several requests
+            self._connection.send((number, shard, method, args, current_traceparent()), gathers=gathers)
+            self._pending[number] = answer
+            if not gathers:  # an add cannot be cancelled at the shard
+                answer.add_done_callback(partial(self._abandon, number))
+        return answer
+
+    def _abandon(self, number: int, answer: asyncio.Future[Any]) -> None:
+        known = answer.cancelled() and self._pending.pop(number, None) is not None
+        if known and self._connection is not None:
+            self._connection.send(number)
 
     async def close(self) -> None:
         """Have the worker close its engines and end; kill it if that takes too long."""
@@ -193,9 +197,9 @@ class WorkerCalls:
     def __init__(self, worker: WorkerProcess, shard: str) -> None:
         self._worker, self._shard = worker, shard
 
-    async def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
         """See ShardCalls."""
-        return await self._worker.call(self._shard, method, args)
+        return self._worker.call(self._shard, method, args)
 
 
 class WorkerPool:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from undertow.engine.base.process_tuning import settle_in, without_pandas
+from undertow.engine.base.trace import use_traceparent
 
 with without_pandas():
     from undertow.engine.cluster.processes.transport import Connection, pack_error
@@ -124,8 +125,6 @@ class Worker:
         self._connection.send((READY,))
 
     def _call(self, number: int, shard: str, method: str, args: tuple[Any, ...], cause: str | None) -> None:
-        from undertow.engine.base.trace import use_traceparent
-
         try:
             with use_traceparent(cause):
                 answered = self._shards[shard].call(method, *args)

@@ -28,15 +28,16 @@ _RETURNED = pa.array([str(status) for status in RETURNED], pa.string())
 class PendingAdd:
     """One call of a user: its receipts come in parts, as its batches are stored."""
 
-    def __init__(self, count: int) -> None:
-        """`count`: its turns."""
-        self.future: Future[Any] = Future()  # of Receipts
+    def __init__(self, count: int, result_of: Callable[[Receipts], Any] = receipts_table) -> None:
+        """`count`: its turns. `result_of`: makes the future's result."""
+        self.future: Future[Any] = Future()
+        self._result_of = result_of
         self.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         self.traceparent = current_traceparent()
         self._missing = count
         self._parts: list[tuple[Rows, Receipts]] = []
         if not count:
-            self.future.set_result(receipts_table([]))
+            self._complete(receipts_table([]))
 
     def give(self, rows: Rows, receipts: Receipts) -> None:
         """Take the receipts of some turns, `rows` int64 [n]; the last ones complete the call, in order."""
@@ -47,11 +48,19 @@ class PendingAdd:
         if self._missing:
             return
         if len(self._parts) == 1:
-            self.future.set_result(receipts)
+            self._complete(receipts)
             return
         places = np.concatenate([rows for rows, _ in self._parts])
         together = pa.concat_tables([receipts_table(part) for _, part in self._parts])
-        self.future.set_result(together.take(pa.array(np.argsort(places))))
+        self._complete(together.take(pa.array(np.argsort(places))))
+
+    def _complete(self, receipts: Receipts) -> None:
+        try:
+            result = self._result_of(receipts)
+        except Exception as error:  # noqa: BLE001 - its sender must learn of any error
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
 
     def fail(self, error: Exception) -> None:
         """Some turns cannot be stored. Batches under way go on; their receipts are dropped."""
@@ -90,9 +99,9 @@ class ShardBatch:
     _encoded: pa.DictionaryArray | None = field(default=None, init=False)
 
     @classmethod
-    def of(cls, turns: Turns) -> Self:
-        """All turns of one call."""
-        return cls(PendingAdd(len(turns)), np.arange(len(turns)), turns)
+    def of(cls, turns: Turns, result_of: Callable[[Receipts], Any] = receipts_table) -> Self:
+        """All turns of one call; for `result_of` see PendingAdd."""
+        return cls(PendingAdd(len(turns), result_of), np.arange(len(turns)), turns)
 
     def __len__(self) -> int:
         return len(self.rows)

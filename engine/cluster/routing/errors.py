@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from typing import Any, Protocol
 
 from undertow.engine.base.model import UndertowError
@@ -37,9 +38,12 @@ class ShardDown(UndertowError):
 
 
 class ShardCalls(Protocol):
-    """A shard as its callers see it: the methods of `Shard` by name. ShardGone, QueueFull, its own errors."""
+    """A shard as its callers see it: the methods of `Shard` by name. ShardGone, QueueFull, its own errors.
 
-    async def call(self, method: str, *args: Any) -> Any: ...
+    Errors come with the awaitable.
+    """
+
+    def call(self, method: str, *args: Any) -> Awaitable[Any]: ...
 
 
 class Backoff:
@@ -86,3 +90,12 @@ class CapacityWait:
                 f"meanwhile: {why} `undertow cluster status` shows what it waits for."
             )
         self._rows, self._pause = rows, Backoff(self._patience_s)
+
+    async def repeat(self, full: QueueFull, method: str, *args: Any) -> Any:
+        """Repeat a call that was refused until there is room. For other errors see `wait`."""
+        while True:
+            await self.wait(full)
+            try:
+                return await self._calls.call(method, *args)
+            except QueueFull as still:
+                full = still

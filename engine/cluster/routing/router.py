@@ -30,7 +30,7 @@ from undertow.engine.base.queries import (
 from undertow.engine.base.results import Receipt, TableReport
 from undertow.engine.cluster.root import SharedRoot
 from undertow.engine.cluster.routing.errors import Backoff, ShardCalls, ShardDown, ShardGone
-from undertow.engine.cluster.routing.loop_tasks import LoopTasks, then
+from undertow.engine.cluster.routing.loop_tasks import LoopTasks
 from undertow.engine.cluster.routing.shard_pool import ShardPool
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard_map import Removed
@@ -277,8 +277,7 @@ class Router(MemoryApi):
         """Begin to store turns. InputError; on the future QueueFull. Cancelling it undoes nothing."""
         tenants = [turn.tenant for turn in turns]
         packed = [pack_turn(turn) for turn in turns] if len(turns) <= FEW_ROWS else pack(turns)
-        sent = self._tasks.run(lambda: self._pool.offer(packed))
-        return then(sent, lambda receipts: unpack_receipts(receipts, tenants))
+        return self._tasks.run(lambda: self._pool.offer(packed, lambda r: unpack_receipts(r, tenants)))
 
     # ---- shards
 

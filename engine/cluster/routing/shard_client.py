@@ -19,10 +19,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.trace import use_traceparent
-from undertow.engine.cluster.routing.batch import Receipts, ShardBatch, Turns
+from undertow.engine.cluster.routing.batch import Receipts, ShardBatch
 from undertow.engine.cluster.routing.errors import (
     Backoff,
     CapacityWait,
@@ -90,7 +92,8 @@ class ShardClient:
         self._next_number = 0
         self._process = ""
         self._news = asyncio.Event()
-        self._sending: set[asyncio.Task[None]] = set()
+        # calls under way, and what follows some of them
+        self._sending: set[asyncio.Future[Any]] = set()
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
@@ -117,14 +120,13 @@ class ShardClient:
             self._task.cancel()
             await asyncio.sleep(0)
         self._token = None
-        for task in self._sending:
-            task.cancel()
-        await asyncio.gather(*self._sending, return_exceptions=True)
+        while self._sending:  # what has ended may be followed by more
+            for sending in self._sending:
+                sending.cancel()
+            await asyncio.gather(*self._sending, return_exceptions=True)
         closed = UndertowError(
             f"the router was closed; whether shard {self.shard} has stored this is unknown"
         )
-        for batch in self._under_way.values():
-            batch.pending.fail(closed)
         self._fail(closed)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -133,7 +135,8 @@ class ShardClient:
         error = UndertowError(f"the way to shard {self.shard} failed: {cause!r}. Please report it.")
         for sending in self._sending:
             sending.cancel()
-        for batch in self._under_way.values():
+        under_way, self._under_way = self._under_way, {}
+        for batch in under_way.values():
             self._end(batch, error)
         self._fail(error)
 
@@ -226,7 +229,7 @@ class ShardClient:
             self._token = None
         except Removed:
             self._take_back()
-        except Exception as error:  # noqa: BLE001 - the shard's error is the caller's, as in _send
+        except Exception as error:  # noqa: BLE001 - the shard's error is the caller's, as in _answered
             self._failure = error
             self._queue.popleft()
             self._end(batch, error)
@@ -238,7 +241,7 @@ class ShardClient:
         """
         if batch.deaths:
             await asyncio.sleep(COURTESY_S)
-        room = self._room()
+        room = CapacityWait(self.shard, self.calls, self._settings.patience_s)
         while (trial := await self._asked_for_trial()) is None:
             await room.wait("another call has the shard to itself, or is not over.")
         until_s = time.monotonic() + PROBATION_S
@@ -271,42 +274,50 @@ class ShardClient:
         self._queue.popleft()
         number, self._next_number = self._next_number, self._next_number + 1
         self._under_way[number] = batch
-        task = asyncio.create_task(self._send(number, batch, trial))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
-
-    async def _send(self, number: int, batch: ShardBatch, trial: str) -> None:
         stamp = CallStamp(self._client, self._token or "", number, self._map_version(), trial)
-        has_gap = False
-        try:
+        with use_traceparent(batch.pending.traceparent):
+            asked = asyncio.ensure_future(self.calls.call("add", batch.turns, stamp))
+        self._follow(asked, partial(self._asked, batch, stamp))
+
+    def _follow(
+        self, sending: asyncio.Future[Any], then: Callable[[asyncio.Future[Any]], None] | None = None
+    ) -> None:
+        """Cancel this if the client ends before. `then` comes after it, and costs less than a task."""
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)
+        if then is not None:
+            sending.add_done_callback(then)
+
+    def _asked(self, batch: ShardBatch, stamp: CallStamp, asked: asyncio.Future[Receipts]) -> None:
+        """The shard has answered, or has no room: then the call is repeated, and later ones wait for it."""
+        full = None if asked.cancelled() else asked.exception()
+        if isinstance(full, QueueFull) and stamp.number in self._under_way:
+            room = CapacityWait(self.shard, self.calls, self._settings.patience_s)
             with use_traceparent(batch.pending.traceparent):
-                receipts = await self._sent(batch.turns, stamp)
-        except (ShardGone, StaleSession, asyncio.CancelledError) as error:
-            batch.tried_in = self._process if trial and _is_silent(error) else ""
-            self._lose(number, batch, error)
-            has_gap = not isinstance(error, asyncio.CancelledError)
-        except Removed:
-            self._returned[number] = batch
-        except Exception as error:  # noqa: BLE001 - the shard's error is the caller's
+                repeated = asyncio.create_task(room.repeat(full, "add", batch.turns, stamp))
+            self._follow(repeated, partial(self._answered, batch, stamp))
+        else:
+            self._answered(batch, stamp, asked)
+
+    def _answered(self, batch: ShardBatch, stamp: CallStamp, answered: asyncio.Future[Receipts]) -> None:
+        error = asyncio.CancelledError() if answered.cancelled() else answered.exception()
+        if self._under_way.pop(stamp.number, None) is None:
+            return  # the client has ended
+        has_gap = False
+        if error is None:
+            self._settle(stamp.number, batch, answered.result())
+        elif isinstance(error, ShardGone | StaleSession | asyncio.CancelledError):
+            batch.tried_in = self._process if stamp.trial and _is_silent(error) else ""
+            self._lose(stamp.number, batch, error)
+            has_gap = not answered.cancelled()
+        elif isinstance(error, Removed):
+            self._returned[stamp.number] = batch
+        elif isinstance(error, Exception):  # the shard's error is the caller's
             self._failure, has_gap = self._failure or error, self._failure is None
             self._end(batch, error)
-        else:
-            self._settle(number, batch, receipts)
-        del self._under_way[number]
         self._news.set()
         if has_gap:
-            await self._end_session()
-
-    async def _sent(self, turns: Turns, stamp: CallStamp) -> Receipts:
-        room = self._room()
-        while True:
-            try:
-                return await self.calls.call("add", turns, stamp)
-            except QueueFull as full:  # repeat the same call; later ones wait for it at the shard
-                await room.wait(full)
-
-    def _room(self) -> CapacityWait:
-        return CapacityWait(self.shard, self.calls, self._settings.patience_s)
+            self._follow(asyncio.create_task(self._end_session()))
 
     async def _end_session(self) -> None:
         """A call has failed, or never came: have the shard return the calls that wait there behind it.

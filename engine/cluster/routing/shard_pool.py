@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
+from typing import TypeVar
 
 from undertow.engine.cluster.root import SharedRoot
 from undertow.engine.cluster.routing.batch import Receipts, ShardBatch, Turns, split
@@ -15,8 +16,11 @@ from undertow.engine.cluster.routing.errors import Backoff, ShardCalls
 from undertow.engine.cluster.routing.route_table import Route, RouteTable
 from undertow.engine.cluster.routing.shard_client import ShardClient
 from undertow.engine.cluster.settings import ClusterSettings
+from undertow.engine.cluster.wire import receipts_table
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.location import StoreError
+
+T = TypeVar("T")
 
 
 class ShardPool:
@@ -77,9 +81,12 @@ class ShardPool:
 
     # ---- turns
 
-    def offer(self, turns: Turns) -> Future[Receipts]:
-        """Send turns to their shards: their receipts, row for row. QueueFull: too many wait for a shard."""
-        whole = ShardBatch.of(turns)
+    def offer(self, turns: Turns, result_of: Callable[[Receipts], T] = receipts_table) -> Future[T]:
+        """Send turns to their shards: what `result_of` makes of their receipts, row for row.
+
+        QueueFull: too many wait for a shard.
+        """
+        whole = ShardBatch.of(turns, result_of)
         if (full := self._put_all(whole)) is not None:
             raise QueueFull(
                 f"{self._settings.lane_turns} turns wait for shard {full.shard}. Try again in a moment."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -321,6 +322,43 @@ def test_a_client_that_is_stopped_while_its_shard_answers_ends(rounds: int) -> N
             await found
 
     asyncio.run(stop_after(rounds))
+
+
+@pytest.mark.parametrize("rounds", range(4))
+@pytest.mark.parametrize("error", [QueueFull("full"), ShardGone("gone")])
+def test_a_client_that_is_stopped_as_a_call_fails_leaves_nothing_running(
+    error: Exception, rounds: int
+) -> None:
+    """The call is over, so that it cannot be cancelled, and what follows it has not begun."""
+
+    async def work() -> None:
+        shard, loop = FakeShard(), asyncio.get_running_loop()
+        answers = [loop.create_future(), loop.create_future()]
+        waiting = iter(answers)
+
+        def call(method: str, *args: Any) -> Awaitable[Any]:
+            shard.calls.append(method)
+            return next(waiting) if method == "add" else getattr(shard, method)(*args)
+
+        shard.call = call  # type: ignore[method-assign, assignment]
+        sent = in_use(shard, "client", SETTINGS)
+        found = [put(sent, "a"), put(sent, "b")]
+        while shard.calls.count("add") < 2:
+            await asyncio.sleep(0)
+        stopping = asyncio.create_task(sent.shard_client.stop())
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        if not answers[0].done():
+            answers[0].set_exception(error)
+        await asyncio.wait_for(stopping, 5)
+        for one in found:
+            with pytest.raises(UndertowError, match="closed"):
+                await one
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert shard.calls.count("add") == 2 and sent.shard_client.waiting_turns == 0
+
+    asyncio.run(work())
 
 
 def test_a_shard_that_says_why_it_cannot_serve_fails_its_calls_with_that() -> None:
