@@ -166,7 +166,7 @@ def test_ratios_are_of_pairs_of_runs() -> None:
         (["kill", "--turns", "20"], "service-20-kill"),
         (["--against", "old"], "service-against-1000"),
         (["--mem0"], "service-mem0"),
-        (["--workers", "2"], "service-workers-1000"),
+        (["--workers", "2"], "service-workers-1000-16"),
     ],
 )
 def test_figures_of_different_runs_have_files_of_their_own(words: list[str], name: str) -> None:
