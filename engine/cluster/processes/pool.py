@@ -72,7 +72,11 @@ class WorkerProcess:
         else:
             number = next(self._numbers)
             gathers = method == "add"  # so one step of the shard stores the turns of several requests
-            self._connection.send((number, shard, method, args, current_traceparent()), gathers=gathers)
+            try:
+                self._connection.send((number, shard, method, args, current_traceparent()), gathers=gathers)
+            except Exception as error:  # noqa: BLE001 - its arguments cannot travel: the caller's, as any other
+                answer.set_exception(error)
+                return answer
             self._pending[number] = answer
             if not gathers:  # an add cannot be cancelled at the shard
                 answer.add_done_callback(partial(self._abandon, number))

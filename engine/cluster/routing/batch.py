@@ -56,11 +56,9 @@ class PendingAdd:
 
     def _complete(self, receipts: Receipts) -> None:
         try:
-            result = self._result_of(receipts)
+            self.future.set_result(self._result_of(receipts))
         except Exception as error:  # noqa: BLE001 - its sender must learn of any error
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)
+            self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """Some turns cannot be stored. Batches under way go on; their receipts are dropped."""

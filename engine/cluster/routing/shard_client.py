@@ -279,9 +279,7 @@ class ShardClient:
             asked = asyncio.ensure_future(self.calls.call("add", batch.turns, stamp))
         self._follow(asked, partial(self._asked, batch, stamp))
 
-    def _follow(
-        self, sending: asyncio.Future[Any], then: Callable[[asyncio.Future[Any]], None] | None = None
-    ) -> None:
+    def _follow(self, sending: asyncio.Future[Any], then: Callable[..., None] | None = None) -> None:
         """Cancel this if the client ends before. `then` comes after it, and costs less than a task."""
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -240,6 +241,19 @@ def test_a_fenced_worker_is_replaced_and_its_calls_are_repeated(root: Location) 
         assert [receipt.seq for receipt in cluster.add_batch([turn_of("ann", 1, "two")])] == [1]
         assert pids_of(cluster) != pids
         assert cluster.stats()["turns"] == 2
+
+
+def test_an_add_that_cannot_travel_fails_alone(root: Location) -> None:
+    class Local(str):
+        """Of a function, and so without a name that another process could import."""
+
+    with ProcessCluster(root, settings(), 1) as cluster:
+        lost = cluster.begin_add([replace(turn_of("ann", 0, "x"), session_id=Local("s"))])
+        with pytest.raises(AttributeError, match="Local"):
+            lost.result(SOON_S)
+        (receipt,) = cluster.begin_add([turn_of("ann", 1, "y")]).result(SOON_S)
+        assert receipt.seq == 0
+        assert [state["sent_turns"] for state in cluster.status().values()] == [0]
 
 
 def test_what_cannot_be_opened_says_so_at_once_and_leaves_no_process(root: Location) -> None:
