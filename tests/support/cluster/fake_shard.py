@@ -97,7 +97,7 @@ class FakeShard:
     async def _added(self, call: TurnCall, stamp: CallStamp) -> Any:
         lines = self.lines
         self.ready += lines.accept(call, stamp, BOUND_TURNS if self.full else 0)
-        self.full -= call.future.done()
+        self.full = max(0, self.full - call.future.done())
         while not call.future.done():
             await asyncio.sleep(0.001)
             if lines is not self.lines:
