@@ -38,10 +38,7 @@ class ShardDown(UndertowError):
 
 
 class ShardCalls(Protocol):
-    """A shard as its callers see it: the methods of `Shard` by name. ShardGone, QueueFull, its own errors.
-
-    Errors come with the awaitable.
-    """
+    """The methods of `Shard` by name. With the awaitable come ShardGone, QueueFull, its own errors."""
 
     def call(self, method: str, *args: Any) -> Awaitable[Any]: ...
 

@@ -78,6 +78,22 @@ async def test_long_calls_of_who_had_many_wait_while_others_are_served(tmp_path:
             assert [record["seq"] for record in records] == [0]
 
 
+async def test_they_wait_beside_a_call_of_theirs_that_began_and_was_put_off(tmp_path: Path) -> None:
+    async with shard(tmp_path) as world:
+        quick, results = [True], iter([None, None, None, 7])
+        world.work._long.pacing.worked("ann", MUCH_S)
+        await world.ask("bob")
+        one = lambda _: next(results)  # noqa: E731
+        begun = world.work.ask(one, wait=True, is_quick=lambda _: quick[0], tenant="ann")
+        quick[0] = False
+        heavy = [world.explain("ann") for _ in range(3)]
+        await world.rounds()
+        assert begun.result(SOON_S) == 7
+        assert not any(task.done() for task in heavy)
+        world.now_s += LATER_S
+        await asyncio.gather(*heavy)
+
+
 async def test_they_do_not_wait_where_nobody_else_is_served(tmp_path: Path) -> None:
     async with shard(tmp_path) as world:
         world.now_s += LATER_S  # since the turns were added
