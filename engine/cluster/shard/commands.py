@@ -85,10 +85,10 @@ class FairQueue:
         return min(map(self._rest_s, self._by_tenant), default=None)
 
     def append(self, command: Command) -> None:
-        """Behind all others of its tenant; if it has begun, before those that have not: these rest."""
+        """Behind all others of its tenant; if it has begun, before those that may rest."""
         waiting = self._by_tenant.setdefault(command.tenant, deque())
-        begun = sum(other.future.running() for other in waiting)
-        waiting.insert(begun if command.future.running() else len(waiting), command)
+        at = (n for n, other in enumerate(waiting) if command.future.running() and other.rests)
+        waiting.insert(next(at, len(waiting)), command)
 
     def put_back(self, command: Command) -> None:
         """What `pop` has given is to be the next one again."""
