@@ -34,7 +34,7 @@ KERNEL_PACKAGES = {"torch", "cupy", "numpy", "faiss", "numba", "llvmlite", "trit
 
 # Upper bounds that only go down, but for what a new feature is allowed (docs/decisions/0030).
 SOURCE_LINES = 71_463
-TEST_LINES = 62_166
+TEST_LINES = 62_180
 # Made by `make client` from the asynchronous client, and compared with it by a test.
 GENERATED = "serving/client/_sync/"
 FOLDER_ENTRIES = 15

@@ -99,14 +99,14 @@ class Tracing:
     @contextmanager
     def request(self, method: str, headers: Mapping[str, str]) -> Iterator[RequestSpan]:
         """A span around an HTTP request, in the trace of its headers and the context of its work."""
-        span = self._tracer.start_span(
-            method, _W3C.extract(headers), SpanKind.SERVER, {"http.request.method": method}
-        )
+        about, began_ns = {"http.request.method": method}, _wall_ns(time.perf_counter())
+        cause = _W3C.extract(headers)
+        span = self._tracer.start_span(method, cause, SpanKind.SERVER, about, start_time=began_ns)
         with use_traceparent(_traceparent(span)):
             try:
                 yield RequestSpan(span)
             finally:
-                span.end()
+                span.end(_wall_ns(time.perf_counter()))
 
     def observer(self, model: str | None) -> Observer:
         """An observer for one shard. `model`: the model of its LLM requests, if set."""

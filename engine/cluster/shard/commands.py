@@ -87,8 +87,8 @@ class FairQueue:
     def append(self, command: Command) -> None:
         """Behind all others of its tenant; if it has begun, before those that may rest."""
         waiting = self._by_tenant.setdefault(command.tenant, deque())
-        at = (n for n, other in enumerate(waiting) if command.future.running() and other.rests)
-        waiting.insert(next(at, len(waiting)), command)
+        resting = (n for n, other in enumerate(waiting) if other.rests)
+        waiting.insert(next(resting, len(waiting)) if command.future.running() else len(waiting), command)
 
     def put_back(self, command: Command) -> None:
         """What `pop` has given is to be the next one again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 from undertow.engine.base.pacing import Pacing, Served
 from undertow.engine.base.queries import EraseCommand, ExplainQuery
 from undertow.engine.cluster.shard import beside, engine_work
+from undertow.engine.cluster.shard.commands import Command, FairQueue
 from undertow.engine.cluster.shard.engine_work import EngineWork
+from undertow.engine.cluster.shard.quick import never
 from undertow.serving.async_memories import AsyncMemories
 
 from ...support.cluster.shard import some
@@ -83,8 +86,7 @@ async def test_they_wait_beside_a_call_of_theirs_that_began_and_was_put_off(tmp_
         quick, results = [True], iter([None, None, None, 7])
         world.work._long.pacing.worked("ann", MUCH_S)
         await world.ask("bob")
-        one = lambda _: next(results)  # noqa: E731
-        begun = world.work.ask(one, wait=True, is_quick=lambda _: quick[0], tenant="ann")
+        begun = world.work.ask(lambda _: next(results), wait=True, is_quick=lambda _: quick[0], tenant="ann")
         quick[0] = False
         heavy = [world.explain("ann") for _ in range(3)]
         await world.rounds()
@@ -92,6 +94,17 @@ async def test_they_wait_beside_a_call_of_theirs_that_began_and_was_put_off(tmp_
         assert not any(task.done() for task in heavy)
         world.now_s += LATER_S
         await asyncio.gather(*heavy)
+
+
+async def test_a_call_that_has_begun_comes_behind_what_was_put_back_and_before_the_others() -> None:
+    queue = FairQueue(Pacing(Served()))
+    first, other, begun = (Command(lambda: None, Future(), never, tenant="ann") for _ in range(3))
+    queue.append(first)
+    queue.append(other)
+    assert queue.pop() is first and begun.begin()
+    queue.put_back(first)
+    queue.append(begun)
+    assert [queue.pop() for _ in range(3)] == [first, begun, other]
 
 
 async def test_they_do_not_wait_where_nobody_else_is_served(tmp_path: Path) -> None:

@@ -87,8 +87,9 @@ def links_to(span: ReadableSpan, other: ReadableSpan) -> bool:
 
 
 def test_a_request_is_one_trace_with_the_steps_that_serve_it_linked(
-    tmp_path: Path, drawn: EngineParts, spans: InMemorySpanExporter
+    tmp_path: Path, drawn: EngineParts, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("undertow.serving.telemetry.tracing._EPOCH_NS", 0)  # the wall clock may be set anew
     with serving(tmp_path, parts=drawn, engine={"theta_count": 2, "theta_sim": 0.1}) as service:
         client = service.client()
         for day in range(4):
