@@ -137,9 +137,9 @@ class Inbox:
         return self._line_turns > 0
 
     @property
-    def has_blocks_alone(self) -> bool:
-        """Whether turns wait in blocks, and none in lines."""
-        return bool(self._blocks) and not self._line_turns
+    def has_blocks(self) -> bool:
+        """Whether turns wait in blocks."""
+        return bool(self._blocks)
 
     def _may_serve(self, block: Block) -> bool:
         """Whether a block has no tenant whose turns wait in a line: those came first."""

@@ -15,13 +15,12 @@ ADMISSION_S = 0.5
 # Of the time, for decisions, where more turns are about to be stored. These are searchable, so that storing
 # comes first; but with an encoder that takes hours for a log, the LLM must not idle for as long.
 DECIDING_SHARE = 0.1
-# A step admits for so long, and decides for so long, where searches wait for its end; at least so many turns
-# and records, as other threads may slow it down, and at most so many turns.
-BRIEF_S = 0.001
+# Where searches wait for its end, a step admits turns for so many seconds, at most so many turns, and decides
+# records likewise. At least so many of each, as other threads may slow it down. Half of a short step does not
+# depend on its turns, so these get more time. Where no search waits it decides as many records, which fill
+# the gate's kernel.
+BRIEF_TURNS, BRIEF_RECORDS = (0.002, 32), (0.001, 8_192)
 LEAST_BRIEF = 4
-QUICK_TURNS = 32
-# It decides so many records where none wait: enough to fill the gate's kernel.
-MOST_RECORDS = 8_192
 
 
 class BatchSizer:
@@ -52,14 +51,14 @@ class BatchSizer:
 
 
 class BriefWork:
-    """How much of some work takes about `BRIEF_S`, measured on earlier steps."""
+    """How much of some work takes about so many seconds, measured on earlier steps."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, seconds: float, most: int) -> None:
+        self._seconds, self.most = seconds, most
         self.count = min(LEAST_TURNS, most)
 
     def note(self, done: int, took_s: float) -> None:
         """A step has done so much, and has taken so long for it."""
         if 2 * done >= self.count:
-            in_time = int(BRIEF_S * done / max(took_s, 1e-9))
-            self.count = max(LEAST_BRIEF, min(in_time, 2 * self.count, self._most))
+            in_time = int(self._seconds * done / max(took_s, 1e-9))
+            self.count = max(LEAST_BRIEF, min(in_time, 2 * self.count, self.most))

@@ -26,7 +26,7 @@ from undertow.engine.policies.base import Complete, Effect, PolicyResult, ReadGa
 from undertow.engine.policies.registry import Policies
 from undertow.engine.step import job_ledger
 from undertow.engine.step.admission import Admission, Admitted, Batch, Inbox
-from undertow.engine.step.batch_size import DECIDING_SHARE, MOST_RECORDS, QUICK_TURNS, BatchSizer, BriefWork
+from undertow.engine.step.batch_size import BRIEF_RECORDS, BRIEF_TURNS, DECIDING_SHARE, BatchSizer, BriefWork
 from undertow.engine.step.between_steps import BetweenSteps
 from undertow.engine.step.decision_queue import DecisionQueue, DecisionRun
 from undertow.engine.step.dispatch import begin, decision_body
@@ -86,7 +86,7 @@ class Scheduler(BetweenSteps):
         self._effects = effects
         self._batch_sizer = batch_sizer
         self._while_storing = Pacing(None, burst_s=0.0, share=DECIDING_SHARE)
-        self._brief_turns, self._brief_records = BriefWork(QUICK_TURNS), BriefWork(MOST_RECORDS)
+        self._brief_turns, self._brief_records = BriefWork(*BRIEF_TURNS), BriefWork(*BRIEF_RECORDS)
         self._lookahead_turns = lookahead_turns
         self._encoder_patience_s = encoder_patience_s
         self._trace = trace
@@ -220,8 +220,11 @@ class Scheduler(BetweenSteps):
             self._resume_admission_at = None  # the waiting tenants may have been erased or moved away
         if self.inbox.is_empty or self.admission_paused:
             return None
-        most = self._batch_sizer.step_turns(bulk=self.inbox.has_blocks_alone)
-        batch = self.inbox.take(min(most, self._brief_turns.count) if brief else most)
+        most = self._batch_sizer.step_turns(bulk=not self.inbox.has_tickets)
+        if brief:  # half as many beside a large call: else its tenant's next one would come sooner
+            few = self._brief_turns.count
+            most = min(most, (few + 1) // 2 if self.inbox.has_blocks else few)
+        batch = self.inbox.take(most)
         turns = batch.turns.size
         try:
             began_s = time.perf_counter()
@@ -258,7 +261,7 @@ class Scheduler(BetweenSteps):
 
         Not where turns were known: those that follow may be, too, and need no vector.
         """
-        count = min(self._batch_sizer.step_turns(bulk=self.inbox.has_blocks_alone), len(self.inbox))
+        count = min(self._batch_sizer.step_turns(bulk=not self.inbox.has_tickets), len(self.inbox))
         if count >= LEAST_AHEAD and self._report.admitted and not self._report.duplicates:
             self._admission.encode_ahead(self.inbox.peek(count))
 
@@ -305,7 +308,7 @@ class Scheduler(BetweenSteps):
             return
         with self._trace.span("decide", tenants=self.decisions.ready_count):
             began_s = time.perf_counter()
-            records = MOST_RECORDS if pacing is None else self._brief_records.count
+            records = self._brief_records.most if pacing is None else self._brief_records.count
             resting = None if self.admission_paused else pacing  # else turns of all tenants wait for them
             ahead = self.decisions.begin_ahead(self._lookahead_turns, records, resting)
             queries = [(run.tenant, effect.seq) for run, effect in ahead if isinstance(effect, ReadGate)]
