@@ -48,7 +48,7 @@ class ClusterSettings(BaseSettings):
 
     # calls and turns of one router under way at a shard (a single call may have more turns), and turns that
     # wait in the router for it, those included
-    window_calls: int = Field(default=16, ge=1)
+    window_calls: int = Field(default=64, ge=1)
     window_turns: int = Field(default=8_192, ge=1)
     lane_turns: int = Field(default=16_384, ge=1)
     # turns of one call to a shard

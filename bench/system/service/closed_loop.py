@@ -19,7 +19,7 @@ from undertow.engine.base.model import UndertowError
 
 CONNECTIONS = 16
 # prepared for each second: no text may be sent twice
-MOST_PER_S = 6_000
+MOST_PER_S = 12_000
 MISSING = "the closed loop needs wrk, which is not on the PATH. Install it: apt-get install wrk"
 
 SCRIPT = r"""

@@ -81,6 +81,7 @@ class ShardClient:
         self._on_change, self._on_returned = on_change, on_returned
         self._queue: deque[ShardBatch] = deque()
         self._under_way: dict[int, ShardBatch] = {}
+        self._under_way_turns = 0
         # batches that came back, by number: to be sent here again, or elsewhere
         self._lost: dict[int, ShardBatch] = {}
         self._returned: dict[int, ShardBatch] = {}
@@ -92,6 +93,7 @@ class ShardClient:
         self._next_number = 0
         self._process = ""
         self._news = asyncio.Event()
+        self._exchanged_s = -math.inf  # when a call was last sent, or over
         # calls under way, and what follows some of them
         self._sending: set[asyncio.Future[Any]] = set()
         self._task = asyncio.create_task(self._run())
@@ -112,7 +114,8 @@ class ShardClient:
         is_next = len(self._queue) == 1 and not batch.suspected and not self._settling
         if is_next and self._token is not None and self._may_send:
             self._try(batch)
-        self._news.set()
+        else:
+            self._news.set()
 
     async def stop(self) -> None:
         """End the client, and fail all its batches; calls under way may still be carried out."""
@@ -151,7 +154,8 @@ class ShardClient:
                     async with asyncio.timeout(self._settings.patience_s):
                         await self._news.wait()
                 except TimeoutError:  # is the process still the shard's where calls have been for so long?
-                    await self._end_session()
+                    if time.monotonic() - self._exchanged_s > self._settings.patience_s:
+                        await self._end_session()
                 self._news.clear()
             elif self._token is not None or await self._greet():
                 await self._dispatch(self._queue[0])
@@ -164,14 +168,13 @@ class ShardClient:
     @property
     def _may_send(self) -> bool:
         """Batches that were under way at a death go one at a time, so that the culprit is found."""
-        first, under_way = self._queue[0], self._under_way.values()
-        if not under_way:
+        if not self._under_way:
             return True
-        if len(under_way) >= self._settings.window_calls:
+        first, longest_under_way = self._queue[0], next(iter(self._under_way.values()))
+        if first.suspected or longest_under_way.suspected:
             return False
-        if first.suspected or any(batch.suspected for batch in under_way):
-            return False
-        return sum(map(len, under_way)) + len(first) <= self._settings.window_turns
+        has_place = len(self._under_way) < self._settings.window_calls
+        return has_place and self._under_way_turns + len(first) <= self._settings.window_turns
 
     async def _greet(self) -> bool:
         """Begin a session at the shard. False: the waiting batches have failed, or are to be routed again."""
@@ -273,7 +276,8 @@ class ShardClient:
         """Send the first batch of the queue. `trial`: the token that it is alone with."""
         self._queue.popleft()
         number, self._next_number = self._next_number, self._next_number + 1
-        self._under_way[number] = batch
+        self._under_way[number], self._exchanged_s = batch, time.monotonic()
+        self._under_way_turns += len(batch)
         stamp = CallStamp(self._client, self._token or "", number, self._map_version(), trial)
         with use_traceparent(batch.pending.traceparent):
             asked = asyncio.ensure_future(self.calls.call("add", batch.turns, stamp))
@@ -299,8 +303,10 @@ class ShardClient:
 
     def _answered(self, batch: ShardBatch, stamp: CallStamp, answered: asyncio.Future[Receipts]) -> None:
         error = asyncio.CancelledError() if answered.cancelled() else answered.exception()
+        self._exchanged_s = time.monotonic()
         if self._under_way.pop(stamp.number, None) is None:
             return  # the client has ended
+        self._under_way_turns -= len(batch)
         has_gap = False
         if error is None:
             self._settle(stamp.number, batch, answered.result())
@@ -313,7 +319,8 @@ class ShardClient:
         elif isinstance(error, Exception):  # the shard's error is the caller's
             self._failure, has_gap = self._failure or error, self._failure is None
             self._end(batch, error)
-        self._news.set()
+        if self._queue or self._settling:  # else the client's task has nothing to do
+            self._news.set()
         if has_gap:
             self._follow(asyncio.create_task(self._end_session()))
 
