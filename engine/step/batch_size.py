@@ -17,9 +17,9 @@ ADMISSION_S = 0.5
 DECIDING_SHARE = 0.1
 # Where searches wait for its end, a step admits turns for so many seconds, at most so many turns, and decides
 # records likewise. At least so many of each, as other threads may slow it down. Half of a short step does not
-# depend on its turns, so these get more time. Where no search waits it decides as many records, which fill
-# the gate's kernel.
-BRIEF_TURNS, BRIEF_RECORDS = (0.002, 32), (0.001, 8_192)
+# depend on its turns, so these get more time, but not beside a large call: its tenant would get the most of
+# it. Where no search waits, a step decides as many records, which fill the gate's kernel.
+BRIEF_TURNS, BRIEF_MIXED, BRIEF_RECORDS = (0.002, 32), (0.001, 32), (0.001, 8_192)
 LEAST_BRIEF = 4
 
 

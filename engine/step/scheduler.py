@@ -26,7 +26,14 @@ from undertow.engine.policies.base import Complete, Effect, PolicyResult, ReadGa
 from undertow.engine.policies.registry import Policies
 from undertow.engine.step import job_ledger
 from undertow.engine.step.admission import Admission, Admitted, Batch, Inbox
-from undertow.engine.step.batch_size import BRIEF_RECORDS, BRIEF_TURNS, DECIDING_SHARE, BatchSizer, BriefWork
+from undertow.engine.step.batch_size import (
+    BRIEF_MIXED,
+    BRIEF_RECORDS,
+    BRIEF_TURNS,
+    DECIDING_SHARE,
+    BatchSizer,
+    BriefWork,
+)
 from undertow.engine.step.between_steps import BetweenSteps
 from undertow.engine.step.decision_queue import DecisionQueue, DecisionRun
 from undertow.engine.step.dispatch import begin, decision_body
@@ -86,7 +93,8 @@ class Scheduler(BetweenSteps):
         self._effects = effects
         self._batch_sizer = batch_sizer
         self._while_storing = Pacing(None, burst_s=0.0, share=DECIDING_SHARE)
-        self._brief_turns, self._brief_records = BriefWork(*BRIEF_TURNS), BriefWork(*BRIEF_RECORDS)
+        self._brief_turns, self._brief_mixed = BriefWork(*BRIEF_TURNS), BriefWork(*BRIEF_MIXED)
+        self._brief_records = BriefWork(*BRIEF_RECORDS)
         self._lookahead_turns = lookahead_turns
         self._encoder_patience_s = encoder_patience_s
         self._trace = trace
@@ -221,10 +229,9 @@ class Scheduler(BetweenSteps):
         if self.inbox.is_empty or self.admission_paused:
             return None
         most = self._batch_sizer.step_turns(bulk=not self.inbox.has_tickets)
-        if brief:  # half as many beside a large call: else its tenant's next one would come sooner
-            few = self._brief_turns.count
-            most = min(most, (few + 1) // 2 if self.inbox.has_blocks else few)
-        batch = self.inbox.take(most)
+        mixed = self.inbox.has_blocks
+        few = self._brief_mixed if mixed else self._brief_turns
+        batch = self.inbox.take(min(most, few.count) if brief else most)
         turns = batch.turns.size
         try:
             began_s, began_cpu_s = time.perf_counter(), time.thread_time()
@@ -233,8 +240,8 @@ class Scheduler(BetweenSteps):
                 self._trace.link(batch.traceparents)
             took_s = time.perf_counter() - began_s
             self._batch_sizer.note(new.fresh_turns, took_s)
-            # of the CPU: on a busy machine, smaller steps would take more of it, and not be over sooner
-            self._brief_turns.note(turns, time.thread_time() - began_cpu_s)
+            # CPU time for small calls: on a busy machine, smaller steps would take more, and not end sooner
+            few.note(turns, took_s if mixed else time.thread_time() - began_cpu_s)
         except ArenaFull:
             if not self.decisions.active_count:
                 self._drop_inbox()

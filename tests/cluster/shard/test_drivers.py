@@ -335,7 +335,7 @@ async def test_commits_that_follow_each_other_do_not_keep_long_calls_out(
 async def test_a_large_add_is_stored_a_few_turns_at_a_time_on_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "BRIEF_TURNS", (60.0, 32))
+    monkeypatch.setattr(scheduler, "BRIEF_MIXED", (60.0, 16))
     async with opened(tmp_path, batch_turns=None) as memories:
         await memories.add(some("ann", 0))
         sizes: list[int] = []
@@ -348,7 +348,7 @@ async def test_a_large_add_is_stored_a_few_turns_at_a_time_on_the_loop(
         monkeypatch.setattr(Admission, "admit", watched)
         receipts = await memories.add(some("ann", *range(1, 301)))
         assert [receipt.seq for receipt in receipts] == list(range(1, 301))
-        assert max(sizes) == 16, "half as many as of small calls"
+        assert max(sizes) == 16
 
 
 async def test_an_engine_that_fails_on_the_loop_is_opened_again_on_a_thread(
