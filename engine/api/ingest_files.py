@@ -54,7 +54,6 @@ class Ingest:
         self.report = IngestReport()
         self._engine = engine
         self._format: Format = format
-        self._resume = resume
         self._strict = strict
         self._on_error, self._on_warning, self._on_step, self._stop = on_error, on_warning, on_step, stop
         self._batch_turns = min(engine.settings.batch_turns or MOST_BULK_TURNS, engine.settings.queue_turns)

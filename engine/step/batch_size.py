@@ -17,9 +17,9 @@ ADMISSION_S = 0.5
 DECIDING_SHARE = 0.1
 # Where searches wait for its end, a step admits turns for so many seconds, at most so many turns, and decides
 # records likewise. At least so many of each, as other threads may slow it down. Half of a short step does not
-# depend on its turns, so these get more time, but not beside a large call: its tenant would get the most of
-# it. Where no search waits, a step decides as many records, which fill the gate's kernel.
-BRIEF_TURNS, BRIEF_MIXED, BRIEF_RECORDS = (0.002, 32), (0.001, 32), (0.001, 8_192)
+# depend on its turns, so these get more time, but not with those of a large call: its tenant would get most
+# of it. Where no search waits, a step decides as many records, which fill the gate's kernel.
+BRIEF = {"turns": (0.002, 32), "turns with a large call's": (0.001, 32), "records": (0.001, 8_192)}
 LEAST_BRIEF = 4
 
 
@@ -51,11 +51,11 @@ class BatchSizer:
 
 
 class BriefWork:
-    """How much of some work takes about so many seconds, measured on earlier steps."""
+    """How much of a kind of work takes as long as it may, measured on earlier steps; see BRIEF."""
 
-    def __init__(self, seconds: float, most: int) -> None:
-        self._seconds, self.most = seconds, most
-        self.count = min(LEAST_TURNS, most)
+    def __init__(self, kind: str) -> None:
+        self._seconds, self.most = BRIEF[kind]
+        self.count = min(LEAST_TURNS, self.most)
 
     def note(self, done: int, took_s: float) -> None:
         """A step has done so much, and has taken so long for it."""

@@ -26,14 +26,7 @@ from undertow.engine.policies.base import Complete, Effect, PolicyResult, ReadGa
 from undertow.engine.policies.registry import Policies
 from undertow.engine.step import job_ledger
 from undertow.engine.step.admission import Admission, Admitted, Batch, Inbox
-from undertow.engine.step.batch_size import (
-    BRIEF_MIXED,
-    BRIEF_RECORDS,
-    BRIEF_TURNS,
-    DECIDING_SHARE,
-    BatchSizer,
-    BriefWork,
-)
+from undertow.engine.step.batch_size import DECIDING_SHARE, BatchSizer, BriefWork
 from undertow.engine.step.between_steps import BetweenSteps
 from undertow.engine.step.decision_queue import DecisionQueue, DecisionRun
 from undertow.engine.step.dispatch import begin, decision_body
@@ -93,8 +86,8 @@ class Scheduler(BetweenSteps):
         self._effects = effects
         self._batch_sizer = batch_sizer
         self._while_storing = Pacing(None, burst_s=0.0, share=DECIDING_SHARE)
-        self._brief_turns, self._brief_mixed = BriefWork(*BRIEF_TURNS), BriefWork(*BRIEF_MIXED)
-        self._brief_records = BriefWork(*BRIEF_RECORDS)
+        self._brief_turns, self._brief_mixed = BriefWork("turns"), BriefWork("turns with a large call's")
+        self._brief_records = BriefWork("records")
         self._lookahead_turns = lookahead_turns
         self._encoder_patience_s = encoder_patience_s
         self._trace = trace

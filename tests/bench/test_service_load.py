@@ -103,7 +103,7 @@ def test_refusals_and_broken_connections_are_counted_by_status() -> None:
 def test_a_closed_loop_sends_each_request_once() -> None:
     statuses = iter([200, 200, 429])
     with served(lambda _: Reply.of({}, next(statuses, 200)), protocol="HTTP/1.1") as server:
-        requests = WORLD.requests(server.url, "k", closed_loop.prepared(1.0), add_share=0.5, seed=0)
+        requests = WORLD.requests(server.url, "k", closed_loop.MOST_PER_S, add_share=0.5, seed=0)
         told = closed_loop.drive(server.url, requests, 1.0, connections=2)
         bodies = [seen.body for seen in server.seen]
         with pytest.raises(UndertowError, match="only 3 differ"):

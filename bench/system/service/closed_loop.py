@@ -54,11 +54,6 @@ end
 """
 
 
-def prepared(seconds: float) -> int:
-    """How many requests a run of so long needs at most."""
-    return int(seconds * MOST_PER_S)
-
-
 def drive(
     url: str, requests: Sequence[Request], seconds: float, connections: int = CONNECTIONS
 ) -> dict[str, Any]:

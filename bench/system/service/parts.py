@@ -140,7 +140,7 @@ class Load:
 
     def at_most(self, seconds: float, connections: int = closed_loop.CONNECTIONS) -> Figures:
         """The closed loop's figures with the service's CPU time."""
-        requests = self._requests(closed_loop.prepared(seconds), self._seed())
+        requests = self._requests(int(seconds * closed_loop.MOST_PER_S), self._seed())
         cpu_s = self.cpu_s()
         figures = closed_loop.drive(self.service.url, requests, seconds, connections)
         return {**figures, **_per_request(self.cpu_s() - cpu_s, figures["requests"])}

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.trace import current_traceparent
-from undertow.engine.cluster.processes.transport import Connection, unpack_error
+from undertow.engine.cluster.processes.transport import Connection
 from undertow.engine.cluster.processes.worker import CLOSE, CLOSING_S, LEAVES, READY, WorkerConfig
 from undertow.engine.cluster.routing.errors import ShardExited, ShardGone
 from undertow.engine.step.admission import QueueFull
@@ -171,7 +172,7 @@ class WorkerProcess:
         if succeeded:
             answer.set_result(value)
         else:
-            answer.set_exception(unpack_error(value))
+            answer.set_exception(pickle.loads(value))
 
     def _on_end(self) -> None:
         self._connection = None

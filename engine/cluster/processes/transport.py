@@ -68,12 +68,6 @@ def pack_error(error: BaseException) -> bytes:
     return packed
 
 
-def unpack_error(packed: bytes) -> BaseException:
-    """The error of `pack_error`."""
-    error: BaseException = pickle.loads(packed)
-    return error
-
-
 class Connection(asyncio.Protocol):
     """One end of a pair of sockets. Used on its event loop alone."""
 

@@ -30,8 +30,8 @@ from undertow.engine.cluster.shard import commands, engine_work
 from undertow.engine.cluster.shard.engine_work import POLL_S, EngineWork
 from undertow.engine.cluster.shard.supervisor import EngineParts, ShardSupervisor
 from undertow.engine.cluster.shard.turn_calls import TurnCalls
-from undertow.engine.step import scheduler
 from undertow.engine.step.admission import Admission
+from undertow.engine.step.batch_size import BRIEF
 from undertow.engine.storage.journal import Fenced, Journal, JournalError
 from undertow.engine.tenants.turn_columns import TurnColumns
 from undertow.serving.async_memories import AsyncMemories, open_memories
@@ -335,7 +335,7 @@ async def test_commits_that_follow_each_other_do_not_keep_long_calls_out(
 async def test_a_large_add_is_stored_a_few_turns_at_a_time_on_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "BRIEF_MIXED", (60.0, 16))
+    monkeypatch.setitem(BRIEF, "turns with a large call's", (60.0, 16))
     async with opened(tmp_path, batch_turns=None) as memories:
         await memories.add(some("ann", 0))
         sizes: list[int] = []
