@@ -172,7 +172,7 @@ def _simulated(world: World) -> Iterator[None]:
     Files.disk = Table.disk = disk
     chance: Random = world.rng("secrets")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("monotonic", "perf_counter"):
+        for name in ("monotonic", "perf_counter", "thread_time"):
             patch.setattr(time, name, world.clock.read)
         patch.setattr(time, "sleep", threads.sleep)
         for measuring in MEASURING:
