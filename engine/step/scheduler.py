@@ -233,8 +233,8 @@ class Scheduler(BetweenSteps):
                 self._trace.link(batch.traceparents)
             took_s = time.perf_counter() - began_s
             self._batch_sizer.note(new.fresh_turns, took_s)
-            # CPU time for small calls: on a busy machine, smaller steps would take more, and not end sooner
-            few.note(turns, took_s if mixed else time.thread_time() - began_cpu_s)
+            # CPU time: on a busy machine, smaller steps take more of it. An encoder may use other threads'.
+            few.note(turns, took_s if mixed else max(time.thread_time() - began_cpu_s, took_s / 2))
         except ArenaFull:
             if not self.decisions.active_count:
                 self._drop_inbox()

@@ -81,7 +81,6 @@ class ShardClient:
         self._on_change, self._on_returned = on_change, on_returned
         self._queue: deque[ShardBatch] = deque()
         self._under_way: dict[int, ShardBatch] = {}
-        self._under_way_turns = 0
         # batches that came back, by number: to be sent here again, or elsewhere
         self._lost: dict[int, ShardBatch] = {}
         self._returned: dict[int, ShardBatch] = {}
@@ -93,7 +92,7 @@ class ShardClient:
         self._next_number = 0
         self._process = ""
         self._news = asyncio.Event()
-        self._exchanged_s = -math.inf  # when a call was last sent, or over
+        self._under_way_turns, self._exchanged_s = 0, -math.inf  # when a call was last sent, or over
         # calls under way, and what follows some of them
         self._sending: set[asyncio.Future[Any]] = set()
         self._task = asyncio.create_task(self._run())
@@ -150,12 +149,15 @@ class ShardClient:
             if self._settling and not self._under_way:
                 await self._regroup()
             elif self._settling or not self._queue or not self._may_send:
+                patience_s = self._settings.patience_s
+                silent_s = time.monotonic() - self._exchanged_s if self._under_way else 0.0
                 try:
-                    async with asyncio.timeout(self._settings.patience_s):
+                    async with asyncio.timeout(patience_s - silent_s):
                         await self._news.wait()
                 except TimeoutError:  # is the process still the shard's where calls have been for so long?
-                    if time.monotonic() - self._exchanged_s > self._settings.patience_s:
+                    if time.monotonic() - self._exchanged_s >= patience_s:
                         await self._end_session()
+                        self._exchanged_s = time.monotonic()
                 self._news.clear()
             elif self._token is not None or await self._greet():
                 await self._dispatch(self._queue[0])

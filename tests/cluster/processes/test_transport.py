@@ -14,13 +14,7 @@ import pytest
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.results import Hit, SearchResult
-from undertow.engine.cluster.processes.transport import (
-    _LENGTH,
-    ITERATIONS,
-    Connection,
-    dumps,
-    pack_error,
-)
+from undertow.engine.cluster.processes.transport import _LENGTH, ITERATIONS, Connection, dumps, pack_error
 from undertow.engine.cluster.routing.errors import ShardDown
 from undertow.engine.cluster.wire import pack
 

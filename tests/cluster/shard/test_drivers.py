@@ -332,23 +332,25 @@ async def test_commits_that_follow_each_other_do_not_keep_long_calls_out(
             await asyncio.gather(*adders, return_exceptions=True)
 
 
-async def test_a_large_add_is_stored_a_few_turns_at_a_time_on_the_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("at_once", "most"), [(100, 16), (1, 4)], ids=["a large add", "small adds"])
+async def test_a_few_turns_at_a_time_are_stored_on_the_loop(
+    at_once: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(BRIEF, "turns with a large call's", (60.0, 16))
     async with opened(tmp_path, batch_turns=None) as memories:
         await memories.add(some("ann", 0))
-        sizes: list[int] = []
-        admit = Admission.admit
+        sizes, admit = list[int](), Admission.admit
 
         def watched(self: Admission, turns: TurnColumns) -> Any:
             sizes.append(turns.size)
+            time.sleep(0.001 * turns.size)  # other threads embed them: that takes no CPU time of this one
             return admit(self, turns)
 
         monkeypatch.setattr(Admission, "admit", watched)
-        receipts = await memories.add(some("ann", *range(1, 301)))
-        assert [receipt.seq for receipt in receipts] == list(range(1, 301))
-        assert max(sizes) == 16
+        adds = [memories.add(some("ann", *range(n, n + at_once))) for n in range(1, 101, at_once)]
+        receipts = itertools.chain(*await asyncio.gather(*adds))
+        assert [receipt.seq for receipt in receipts] == list(range(1, 101))
+        assert max(sizes[-5:]) <= most
 
 
 async def test_an_engine_that_fails_on_the_loop_is_opened_again_on_a_thread(
