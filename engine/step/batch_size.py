@@ -15,11 +15,11 @@ ADMISSION_S = 0.5
 # Of the time, for decisions, where more turns are about to be stored. These are searchable, so that storing
 # comes first; but with an encoder that takes hours for a log, the LLM must not idle for as long.
 DECIDING_SHARE = 0.1
-# The seconds (turns: of CPU; the others: of the clock) and the most of each that a step takes where searches
-# wait for its end. Half of a short step does not depend on its turns, so these get more time; but beside a
-# large call, its tenant would use that. Where no search waits, a step decides up to the last number.
-BRIEF = {"turns": (0.002, 32), "turns with a large call's": (0.001, 32), "records": (0.001, 8_192)}
-LEAST_BRIEF = 4
+# What a step takes where searches wait for its end: seconds (turns: of CPU; the others: of the clock), and at
+# most how many. Half of a short step does not depend on its turns, so turns get more time; but beside a
+# large call, its tenant would use that. Where no search waits, a step decides up to the number of records.
+BRIEF = {"turns": (0.002, 32), "turns beside a large call": (0.001, 32), "records": (0.001, 8_192)}
+LEAST_BRIEF = 4  # as other threads may slow a step down
 
 
 class BatchSizer:

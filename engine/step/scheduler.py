@@ -86,7 +86,7 @@ class Scheduler(BetweenSteps):
         self._effects = effects
         self._batch_sizer = batch_sizer
         self._while_storing = Pacing(None, burst_s=0.0, share=DECIDING_SHARE)
-        self._brief_turns, self._brief_mixed = BriefWork("turns"), BriefWork("turns with a large call's")
+        self._brief_turns, self._brief_mixed = BriefWork("turns"), BriefWork("turns beside a large call")
         self._brief_records = BriefWork("records")
         self._lookahead_turns = lookahead_turns
         self._encoder_patience_s = encoder_patience_s
@@ -233,7 +233,7 @@ class Scheduler(BetweenSteps):
                 self._trace.link(batch.traceparents)
             took_s = time.perf_counter() - began_s
             self._batch_sizer.note(new.fresh_turns, took_s)
-            # CPU time: on a busy machine, smaller steps take more of it. An encoder may use other threads'.
+            # CPU time: a busy machine gains nothing from smaller steps. But encoders use other threads.
             few.note(turns, took_s if mixed else max(time.thread_time() - began_cpu_s, took_s / 2))
         except ArenaFull:
             if not self.decisions.active_count:
