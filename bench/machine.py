@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import resource
 import shutil
 import subprocess
-from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from undertow.engine.encoders.model_files import BF16_UNITS
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = ("engine", "kernels", "prompts", "serving", "bench", "tests", "locks")
 LOCOMO = ROOT.parent / "shared" / "data" / "locomo_dev.json"
 """Where benchmarks look for conversations unless told otherwise; the data is not ours to ship."""
 
@@ -78,17 +75,6 @@ def commit(root: Path = ROOT) -> str | None:
     status = ("status", "--porcelain", "--untracked-files=no", ":!docs/results")
     changed = subprocess.run([*ask, *status], capture_output=True, text=True)
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
-
-
-def source_tree(root: Path, tests: Collection[str]) -> str:
-    """The hash of the program, of these test files, and of all in tests/ that is no test file."""
-    found = hashlib.sha256()
-    for path in sorted(p for name in SOURCE for p in (root / name).rglob("*") if p.is_file()):
-        name = str(path.relative_to(root))
-        if {"__pycache__", "node_modules"} & {*path.parts} or (path.match("test_*.py") and name not in tests):
-            continue
-        found.update(f"{name}\0".encode() + path.read_bytes())
-    return found.hexdigest()[:12]
 
 
 def card_now() -> dict[str, str]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 from collections.abc import Callable, Generator, Iterator
+from functools import cache
 from typing import NoReturn
 
 import pytest
@@ -26,6 +28,9 @@ else:  # no test depends on the machine's speed
 # by default has tests of its own.
 for name in ("SALIENCE_TURNS", "QUIET_SHARE", "ANSWER_TOKENS"):
     os.environ.setdefault(f"UNDERTOW_{name}", "0")
+
+# each HTTP client makes one, which reads all certificates of the machine
+ssl.create_default_context = cache(ssl.create_default_context)  # type: ignore[assignment]
 
 S3_BUCKETS = ("memories", "whole", "bulk-logs", "readers-logs")
 

@@ -20,6 +20,7 @@ from undertow.serving.http.problems import CLOSE, MEDIA_TYPE, Problem
 from undertow.serving.http.service_settings import ServiceSettings
 
 MAX_HEADER_BYTES = 32 << 10
+LINGER_S = 1.0  # how long to read on behind a refused request
 TOO_MANY = "Too many connections are open. Try again in a moment."
 # what tells how the service does is answered also when it has too much to do
 WATCHED = frozenset({b"/metrics", b"/v1/status", *(path.encode() for path in OPEN_PATHS)})
@@ -100,6 +101,7 @@ class Protocol(HttpToolsProtocol):
         # the request that is being received: whose place it takes; it is answered already, unread
         self._tenant = b""
         self._is_refused = False
+        self._ends = False
         self._admission: Admission = self.config.app.state.service.admission  # type: ignore[union-attr]
         self._joined = Joined(transport, self.loop)
         super().connection_made(self._joined)  # type: ignore[arg-type]
@@ -109,7 +111,7 @@ class Protocol(HttpToolsProtocol):
             self._start("headers", self._settings.header_timeout_s, self._too_slow)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._ends or self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
         self._head_bytes += len(data)
@@ -271,9 +273,11 @@ class Protocol(HttpToolsProtocol):
     def _say(self, problem: Problem) -> None:
         """Respond to an incomplete or invalid request, and close.
 
-        If the response to it has begun, only close; earlier requests are answered first, and instead.
+        If the response to it has begun, only close; earlier requests are answered first, and instead. The
+        rest of a request is read on for a moment: to close with data unread resets the connection, and the
+        client may lose the response (RFC 9112, section 9.6).
         """
-        if self.transport.is_closing():
+        if self._ends or self.transport.is_closing():
             return
         if self._is_refused:  # which is its response
             self.transport.close()
@@ -289,4 +293,10 @@ class Protocol(HttpToolsProtocol):
                 return
         problem.headers = {**(problem.headers or {}), **CLOSE}
         self.transport.write(b"".join(written(problem)))
-        self.transport.close()
+        if len(self.connections) > self.config.app.state.max_connections:  # type: ignore[union-attr]
+            self.transport.close()
+            return
+        self._ends = True
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self._start("end", LINGER_S, self.transport.close)

@@ -9,14 +9,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from typer import testing
 from typer.testing import CliRunner
 
 from undertow.serving.cli import app
 from undertow.serving.telemetry.logs import set_up
 
+# a run builds all commands anew otherwise, which takes longer than most of them
+testing._get_command = cache(testing._get_command)  # type: ignore[attr-defined]
 ENV = {"UNDERTOW_ENCODER": "hash:384", "UNDERTOW_LLM_URL": "", "UNDERTOW_LLM_PATIENCE_S": "1"}
 THETAS = ("--theta-sim", "0.5", "--theta-merge", "0.55", "--theta-count", "3")
 # -B: a process that is killed, or may not write, must leave no cut-off bytecode behind

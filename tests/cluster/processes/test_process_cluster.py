@@ -108,6 +108,7 @@ def test_a_dead_worker_delays_its_own_tenants_alone_and_comes_back(
             while not waiting.done() or not adding.done():
                 assert cluster.search(alive, "boat").turns
                 answered_meanwhile += not waiting.done()
+                time.sleep(0.05)
             assert answered_meanwhile > 1, "the others' searches do not wait for the dead worker"
             for refused in (waiting, adding):
                 with pytest.raises(ShardDown, match=r"s0001 could not be used for 1\d s"):

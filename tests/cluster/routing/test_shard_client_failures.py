@@ -119,9 +119,7 @@ def test_two_clients_whose_shard_dies_blame_only_the_turn_that_kills_it() -> Non
     async def work(guilty: Sent, innocent: Sent) -> None:
         calls = [put(guilty, "badger"), put(innocent, "b0"), put(innocent, "b1")]
         calls += [put(guilty, "a1"), put(innocent, "b2")]
-        assert [await found for found in calls] == [
-            ["parked"], ["stored"], ["stored"], ["stored"], ["stored"]
-        ]  # fmt: skip
+        assert [await found for found in calls] == [["parked"], *4 * [["stored"]]]
 
     with_clients(shard, work, "guilty", "innocent")
     assert shard.parked == said("badger")
@@ -173,13 +171,14 @@ def test_a_process_that_says_why_it_ends_blames_no_turn() -> None:
     assert not shard.trials and not shard.parked
 
 
-@pytest.mark.parametrize("fails", ["add", "hello"])
-def test_who_learns_of_an_error_may_add_again_at_once(fails: str) -> None:
+def failing(part: str) -> FakeShard:
     shard, error = FakeShard(), StoreError("disk full")
-    if fails == "add":
-        shard.broken = error
-    else:
-        shard.hello = AsyncMock(side_effect=error)  # type: ignore[method-assign]
+    setattr(shard, part, error if part == "broken" else AsyncMock(side_effect=error))
+    return shard
+
+
+@pytest.mark.parametrize("part", ["broken", "hello"])
+def test_who_learns_of_an_error_may_add_again_at_once(part: str) -> None:
 
     async def work(sent: Sent) -> None:
         first, again = (ShardBatch.of([pack_turn(turn_of("ann", n, "a"))]) for n in range(2))
@@ -190,19 +189,15 @@ def test_who_learns_of_an_error_may_add_again_at_once(fails: str) -> None:
             with pytest.raises(UndertowError, match="disk full"):
                 await asyncio.wrap_future(batch.pending.future)
 
-    with_client(shard, work)
+    with_client(failing(part), work)
 
 
-@pytest.mark.parametrize("fails", ["engine", "parking"])
-def test_an_error_of_the_shard_fails_what_is_behind_too_and_then_it_goes_on(fails: str) -> None:
-    shard, error = FakeShard(), StoreError("disk full")
-    if fails == "engine":
-        shard.broken = error
-    else:
-        shard.park = AsyncMock(side_effect=error)  # type: ignore[method-assign]
+@pytest.mark.parametrize("part", ["broken", "park"])
+def test_an_error_of_the_shard_fails_what_is_behind_too_and_then_it_goes_on(part: str) -> None:
+    shard = failing(part)
 
     async def work(sent: Sent) -> None:
-        first = "badger" if fails == "parking" else "a"
+        first = "badger" if part == "park" else "a"
         for found in [put(sent, text) for text in (first, *(f"a{n}" for n in range(7)))]:
             with pytest.raises(StoreError, match="disk full"):
                 await found
@@ -288,11 +283,7 @@ def test_calls_at_a_process_that_was_replaced_and_never_answers_go_to_its_succes
 
 def test_a_shard_that_is_never_there_fails_its_calls_by_name() -> None:
     shard = FakeShard()
-
-    async def hello(client: str, map_version: int) -> SessionStart:
-        return await asyncio.Future[SessionStart]()
-
-    shard.hello = hello  # type: ignore[method-assign]
+    shard.hello = lambda *_: asyncio.Future()  # type: ignore[assignment, method-assign]
 
     async def work(sent: Sent) -> None:
         with pytest.raises(ShardDown, match=r"shard s0 .*does not answer.*ray status"):

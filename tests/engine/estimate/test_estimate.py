@@ -17,7 +17,7 @@ from undertow.engine.encoders.base import Float16
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.encoders.token_count import TokenCount
 from undertow.engine.estimate.assumptions import EXPECTED, Evenly, stand_in
-from undertow.engine.estimate.estimate import FIGURES, TOTAL, Ranges, estimate, price
+from undertow.engine.estimate.estimate import FIGURES, TOTAL, Ranges, estimate
 from undertow.engine.estimate.stand_ins import StandInEncoder, TenantLog
 
 from ...support.cli import THETAS, conversation, run, write_log
@@ -182,12 +182,6 @@ def test_a_written_text_has_its_likeness_to_the_mean_of_its_turns() -> None:
     assert float(twice @ mean) > 0.5
     assert (encoder.encode(texts) == known.vectors[:3].astype(np.float16)).all()
     assert (encoder.encode(["an episode"])[0] == episode).all()
-
-
-def test_a_price_is_that_of_prompts_and_completions() -> None:
-    row = {"low": 1_000_000, "expected": 2_000_000, "high": 4_000_000}
-    ranges = {TOTAL: dict.fromkeys(FIGURES, row)}
-    assert price(ranges, 0.5, 2.0) == {"low": 2.5, "expected": 5.0, "high": 10.0}
 
 
 def test_an_error_is_a_share_of_what_was_metered_and_answers_are_no_construction() -> None:

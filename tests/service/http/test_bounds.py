@@ -106,9 +106,9 @@ def test_a_bad_request_behind_a_good_one_does_not_spoil_its_answer(running: Runn
         wire.until_end()
 
 
-@pytest.mark.parametrize("pieces", [[b"Idempotency-Key: a\r\n\r\n"], [b"a: " + 60_000 * b"b"] * 2])
+@pytest.mark.parametrize("pieces", [[b"Idempotency-Key: a\r\n\r\n"], [b"a: " + 2_000_000 * b"b"]])
 def test_trailers_are_refused(running: Running, pieces: list[bytes]) -> None:
-    """One that would become a header of the request, and one that does not end."""
+    """One that would become a header of the request, and one that does not end, though it is refused."""
     with Wire(running) as wire:
         wire.head(running.key(), "Transfer-Encoding: chunked")
         for piece in (b"0\r\n", *pieces):
