@@ -135,7 +135,7 @@ def run(
     async def serve(state: StateDb) -> None:
         async with await asyncio.to_thread(open_memories, asyncio.get_running_loop()) as memories:
             with hosted(memories, state, files, settings, engine, extend=extend) as app:
-                await HttpServer(app, host, listening[0].getsockname()[1], on_start).serve(listening)
+                await HttpServer(app, on_start).serve(listening)
 
     try:
         with closing(StateDb(files.state)) as state:

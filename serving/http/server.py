@@ -41,22 +41,21 @@ class HttpServer(uvicorn.Server):
     to the settings' time limit. The listening socket closes last.
     """
 
-    def __init__(
-        self, app: FastAPI, host: str, port: int, on_start: Callable[[int], None] = lambda _: None
-    ) -> None:
+    def __init__(self, app: FastAPI, on_start: Callable[[int], None] = lambda _: None) -> None:
         """`on_start` gets the port once requests are accepted. UndertowError: too few files may be open."""
         self._on_start = on_start
         self._service: Service = app.state.service
         app.state.max_connections = connections_possible(self._service.settings.max_connections)
         self._accept_failed_at = -ACCEPT_LOG_S
-        super().__init__(config_of(app, host, port, self._service.settings))
+        super().__init__(config_of(app, self._service.settings))
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets, "those of `bound`"
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
-        doubles = [one.dup() for one in sockets or () for _ in range(DOUBLES)]
-        await super().startup(None if sockets is None else [*sockets, *doubles])
-        for one in sockets or ():
+        doubles = [one.dup() for one in sockets for _ in range(DOUBLES)]
+        await super().startup([*sockets, *doubles])
+        for one in sockets:
             one.listen(BACKLOG)  # asyncio made it as short as what it takes at once
         if self.started:
             self._on_start(self.servers[0].sockets[0].getsockname()[1])
@@ -152,12 +151,10 @@ def _bound_at(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -
     return one
 
 
-def config_of(app: FastAPI, host: str, port: int, settings: ServiceSettings) -> uvicorn.Config:
+def config_of(app: FastAPI, settings: ServiceSettings) -> uvicorn.Config:
     """uvicorn's options. Its access log is off: paths contain tenants' names."""
     return uvicorn.Config(
         app,
-        host=host,
-        port=port,
         http=Protocol,
         ws="none",
         lifespan="on",

@@ -21,7 +21,7 @@ from undertow.serving.async_memories import AsyncMemories, open_memories
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.principal import NO_LIMITS, KeyLimits, Scope, TenantScope
 from undertow.serving.http.hosting import Files, hosted
-from undertow.serving.http.server import HttpServer, run_loop
+from undertow.serving.http.server import HttpServer, bound, run_loop
 from undertow.serving.http.service import Service
 from undertow.serving.http.service_settings import ServiceSettings
 from undertow.serving.http.state_db import StateDb
@@ -158,8 +158,8 @@ def serving(
                     ready.set()
 
                 running.app = app
-                running.server = HttpServer(app, "127.0.0.1", 0, tell)
-                await running.server.serve()
+                running.server = HttpServer(app, tell)
+                await running.server.serve(bound("127.0.0.1", 0))
 
     def run() -> None:
         try:
