@@ -20,7 +20,6 @@ from undertow.serving.http.problems import CLOSE, MEDIA_TYPE, Problem
 from undertow.serving.http.service_settings import ServiceSettings
 
 MAX_HEADER_BYTES = 32 << 10
-LINGER_S = 1.0  # how long to read on behind a refused request
 TOO_MANY = "Too many connections are open. Try again in a moment."
 # what tells how the service does is answered also when it has too much to do
 WATCHED = frozenset({b"/metrics", b"/v1/status", *(path.encode() for path in OPEN_PATHS)})
@@ -48,12 +47,18 @@ class Joined:
     """A transport that writes a response's head with what follows it at once, usually the whole body.
 
     Two writes cost twice the time of the kernel, and wake a client for a head alone.
+
+    It closes in two stages if `reads_on` says so: it ends what it writes, and the next `close` ends the rest.
     """
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, reads_on: Callable[[], bool]
+    ) -> None:
         self._transport = transport
         self._loop = loop
+        self._reads_on = reads_on
         self._head = b""
+        self._ends = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -67,9 +72,16 @@ class Joined:
             return
         self._transport.write(data)
 
+    def is_closing(self) -> bool:
+        return self._ends or self._transport.is_closing()
+
     def close(self) -> None:
         self.flush()
-        self._transport.close()
+        if not self.is_closing() and self._reads_on():
+            self._ends = True
+            self._transport.write_eof()
+        else:
+            self._transport.close()
 
     def flush(self) -> None:
         """Write the head that waits, if there is one. Not to a connection that is lost or aborted."""
@@ -89,8 +101,8 @@ class Protocol(HttpToolsProtocol):
     """A bound on connections and on headers, and a deadline for each phase of a request.
 
     headers: from the first byte, or the beginning of the connection; an idle connection does not stay for
-    ever. body: for the rest of a body whose request is answered already; it is discarded, and has as long
-    as any body. read: a client that reads nothing of a response is cut off.
+    ever. body: for the rest of a request that is answered already; it is discarded, and has as long as any
+    body. read: a client that reads nothing of a response is cut off.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -101,17 +113,16 @@ class Protocol(HttpToolsProtocol):
         # the request that is being received: whose place it takes; it is answered already, unread
         self._tenant = b""
         self._is_refused = False
-        self._ends = False
         self._admission: Admission = self.config.app.state.service.admission  # type: ignore[union-attr]
-        self._joined = Joined(transport, self.loop)
+        self._joined = Joined(transport, self.loop, self._reads_on)
         super().connection_made(self._joined)  # type: ignore[arg-type]
-        if len(self.connections) > self.config.app.state.max_connections:  # type: ignore[union-attr]
+        if self._is_one_too_many:
             self._say(Problem(429, "connections", TOO_MANY, retry_after_s=1))
         else:
             self._start("headers", self._settings.header_timeout_s, self._too_slow)
 
     def data_received(self, data: bytes) -> None:
-        if self._ends or self.transport.is_closing():
+        if self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
         self._head_bytes += len(data)
@@ -231,6 +242,11 @@ class Protocol(HttpToolsProtocol):
             self._start("body", self._settings.body_timeout_s, self.transport.close)
 
     @property
+    def _is_one_too_many(self) -> bool:
+        most: int = self.config.app.state.max_connections  # type: ignore[union-attr]
+        return len(self.connections) > most
+
+    @property
     def _is_idle(self) -> bool:
         """Whether no request waits for its response."""
         return self.cycle is None or self.cycle.response_complete
@@ -254,12 +270,24 @@ class Protocol(HttpToolsProtocol):
         if (deadline := self._deadlines.pop(name, None)) is not None:
             deadline.cancel()
 
+    def _reads_on(self) -> bool:
+        """Whether a connection that ends is read for as long as the rest of a request may come.
+
+        To close it with data unread resets it, and the client may lose the response (RFC 9112, section 9.6).
+        """
+        if self._is_one_too_many or self._incoming is Incoming.NOTHING:
+            return False
+        self.flow.resume_reading()
+        self._start("body", self._settings.body_timeout_s, self.transport.close)
+        return True
+
     def _too_slow(self) -> None:
         self._stop("headers")
         self._say(Problem(408, "slow", "The request's headers did not come in time."))
 
     def _refuse(self) -> None:
-        """Answer what the parser does not take."""
+        """Answer what the parser does not take. More of it may come."""
+        self._incoming = self._incoming if self._incoming is Incoming.BODY else Incoming.HEADERS
         self._say(Problem(400, "", "This is no HTTP/1.1 request, or its headers are too large."))
 
     def _end_after_response(self) -> None:
@@ -273,11 +301,9 @@ class Protocol(HttpToolsProtocol):
     def _say(self, problem: Problem) -> None:
         """Respond to an incomplete or invalid request, and close.
 
-        If the response to it has begun, only close; earlier requests are answered first, and instead. The
-        rest of a request is read on for a moment: to close with data unread resets the connection, and the
-        client may lose the response (RFC 9112, section 9.6).
+        If the response to it has begun, only close; earlier requests are answered first, and instead.
         """
-        if self._ends or self.transport.is_closing():
+        if self.transport.is_closing():
             return
         if self._is_refused:  # which is its response
             self.transport.close()
@@ -293,10 +319,4 @@ class Protocol(HttpToolsProtocol):
                 return
         problem.headers = {**(problem.headers or {}), **CLOSE}
         self.transport.write(b"".join(written(problem)))
-        if len(self.connections) > self.config.app.state.max_connections:  # type: ignore[union-attr]
-            self.transport.close()
-            return
-        self._ends = True
-        self.flow.resume_reading()
-        self.transport.write_eof()
-        self._start("end", LINGER_S, self.transport.close)
+        self.transport.close()

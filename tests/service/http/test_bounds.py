@@ -125,11 +125,13 @@ def test_empty_lines_put_no_deadline_off(running: Running) -> None:
         assert wire.heard()[0] == 408
 
 
-def test_a_late_body_does_not_keep_the_connection_open(running: Running) -> None:
+@pytest.mark.parametrize("after", ["close", "keep-alive"])
+def test_a_late_body_neither_resets_the_connection_nor_keeps_it_open(running: Running, after: str) -> None:
     with Wire(running) as wire:
-        wire.head("no key", "Content-Length: 1000000")
+        wire.head("no key", "Content-Length: 2000000", f"Connection: {after}")
         assert wire.socket.recv(65_536).startswith(b"HTTP/1.1 401")
-        wire.socket.sendall(b"a")  # which ends the wait for another request
+        for _ in range(19):
+            wire.socket.sendall(100_000 * b"a")
         wire.until_end()
 
 
@@ -351,8 +353,8 @@ def test_a_response_is_one_write_and_a_head_alone_comes_too(
 ) -> None:
     written: list[bytes] = []
 
-    def joined(transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> Joined:
-        return Joined(cast("asyncio.Transport", Recorded(transport, written)), loop)
+    def joined(transport: asyncio.Transport, *more: Any) -> Joined:
+        return Joined(cast("asyncio.Transport", Recorded(transport, written)), *more)
 
     monkeypatch.setattr(protocol, "Joined", joined)
     with serving(tmp_path) as running:
@@ -377,7 +379,7 @@ def test_a_head_that_waits_is_not_written_to_a_connection_that_has_ended() -> No
 
     async def go() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-        Joined(Ended(), asyncio.get_running_loop()).write(b"HTTP/1.1 200 OK\r\n\r\n")
+        Joined(Ended(), asyncio.get_running_loop(), lambda: False).write(b"HTTP/1.1 200 OK\r\n\r\n")
         await asyncio.sleep(0)
 
     told: list[Any] = []
