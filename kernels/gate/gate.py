@@ -45,11 +45,6 @@ class GateReadings:
     rows: Int64s
     scores: Float64s
 
-    @property
-    def cut_bound(self) -> NDArray[np.bool_]:
-        """bool [q]: whether more turns were relevant than the k listed ones."""
-        return self.count > np.diff(self.offsets)
-
 
 class Places(NamedTuple):
     """Addresses of each query's rows and their flags, int64 [q] each: valid until the arena changes."""

@@ -116,6 +116,7 @@ class Protocol(HttpToolsProtocol):
         self._admission: Admission = self.config.app.state.service.admission  # type: ignore[union-attr]
         self._joined = Joined(transport, self.loop, self._reads_on)
         super().connection_made(self._joined)  # type: ignore[arg-type]
+        self._is_one_too_many = len(self.connections) > self.config.app.state.max_connections  # type: ignore[union-attr]
         if self._is_one_too_many:
             self._say(Problem(429, "connections", TOO_MANY, retry_after_s=1))
         else:
@@ -242,11 +243,6 @@ class Protocol(HttpToolsProtocol):
             self._start("body", self._settings.body_timeout_s, self.transport.close)
 
     @property
-    def _is_one_too_many(self) -> bool:
-        most: int = self.config.app.state.max_connections  # type: ignore[union-attr]
-        return len(self.connections) > most
-
-    @property
     def _is_idle(self) -> bool:
         """Whether no request waits for its response."""
         return self.cycle is None or self.cycle.response_complete
@@ -274,8 +270,9 @@ class Protocol(HttpToolsProtocol):
         """Whether a connection that ends is read for as long as the rest of a request may come.
 
         To close it with data unread resets it, and the client may lose the response (RFC 9112, section 9.6).
+        Who reads no responses loses none.
         """
-        if self._is_one_too_many or self._incoming is Incoming.NOTHING:
+        if self._is_one_too_many or self.flow.write_paused or self._incoming is Incoming.NOTHING:
             return False
         self.flow.resume_reading()
         self._start("body", self._settings.body_timeout_s, self.transport.close)

@@ -18,7 +18,6 @@ from undertow.engine.base.model import UndertowError
 from undertow.engine.base.process_tuning import open_files
 from undertow.serving.http.protocol import Protocol
 from undertow.serving.http.service import Service
-from undertow.serving.http.service_settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,20 @@ class HttpServer(uvicorn.Server):
         self._service: Service = app.state.service
         app.state.max_connections = connections_possible(self._service.settings.max_connections)
         self._accept_failed_at = -ACCEPT_LOG_S
-        super().__init__(config_of(app, self._service.settings))
+        config = uvicorn.Config(
+            app,
+            http=Protocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,  # paths contain tenants' names
+            server_header=False,
+            proxy_headers=False,
+            backlog=ACCEPTED_AT_ONCE // (DOUBLES + 1),
+            timeout_keep_alive=self._service.settings.keep_alive_s,
+            timeout_graceful_shutdown=1,  # `_drain` has waited already
+        )
+        super().__init__(config)
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -149,20 +161,3 @@ def _bound_at(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -
         one.close()
         raise
     return one
-
-
-def config_of(app: FastAPI, settings: ServiceSettings) -> uvicorn.Config:
-    """uvicorn's options. Its access log is off: paths contain tenants' names."""
-    return uvicorn.Config(
-        app,
-        http=Protocol,
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        backlog=ACCEPTED_AT_ONCE // (DOUBLES + 1),
-        timeout_keep_alive=settings.keep_alive_s,
-        timeout_graceful_shutdown=1,  # `_drain` has waited already
-    )

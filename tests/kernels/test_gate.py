@@ -78,7 +78,7 @@ def test_any_split_of_a_batch_gives_the_same_bits(seed: int, parts: int) -> None
     for places in np.array_split(shuffled, parts):
         part = world.read({name: value[places] for name, value in asked.items()})
         for j, i in enumerate(places):
-            for name in ("nearest_row", "nearest_score", "count", "cut_bound"):
+            for name in ("nearest_row", "nearest_score", "count"):
                 assert getattr(part, name)[j] == getattr(whole, name)[i]
             mine, theirs = slice(*part.offsets[j : j + 2]), slice(*whole.offsets[i : i + 2])
             assert part.rows[mine].tobytes() == whole.rows[theirs].tobytes()
@@ -105,7 +105,7 @@ def test_numbers_made_by_hand(backend: Backend) -> None:
     assert readings.nearest_row.tolist() == [1, -1, 1, 1]
     assert readings.nearest_score.tolist() == [0.5, -np.inf, 1.0, 0.5]
     assert readings.count.tolist() == [3, 5, 4, 1]
-    assert readings.cut_bound.tolist() == [True, False, False, False]
+    assert (readings.count > np.diff(readings.offsets)).tolist() == [True, False, False, False]
     assert readings.offsets.tolist() == [0, 2, 7, 11, 12]
     assert readings.rows.tolist() == [0, 1, 0, 1, 3, 2, 5, 1, 0, 2, 3, 0]
     assert readings.scores.tolist() == [1, 0.5, 1, 0.5, 0.5, 0, -1, 1, 0.5, 0.5, 0.5, 1]
@@ -148,7 +148,7 @@ def test_a_segment_of_100_000_equal_rows_and_small_ones() -> None:
     assert readings.count.tolist() == [100_000, 3, 77_777, 100_000]
     assert readings.nearest_row.tolist() == [0, 0, -1, 0]
     assert readings.rows.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, *range(100_000)]
-    assert readings.cut_bound.tolist() == [True, False, True, False]
+    assert (readings.count > np.diff(readings.offsets)).tolist() == [True, False, True, False]
     same(readings, Gate(arena).read(**asked))
     same(readings, numba_gate(arena, threads=1).read(**asked))
 

@@ -158,7 +158,6 @@ class World:
             )
             kept = slice(readings.offsets[i], readings.offsets[i + 1])
             assert readings.count[i] == len(hits)
-            assert readings.cut_bound[i] == (len(hits) > asked["k"][i])
             got = list(zip(readings.scores[kept].tolist(), readings.rows[kept].tolist(), strict=True))
             assert got == hits[: asked["k"][i]]
         assert readings.offsets[0] == 0
