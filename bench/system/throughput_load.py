@@ -8,7 +8,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal
 
-from undertow.engine.base.model import InputError, Message, Turn, UndertowError
+from undertow.engine.base.model import InputError, Turn, UndertowError
 from undertow.engine.readers import read
 
 Texts = Literal["salted", "plain copies"]
@@ -49,9 +49,5 @@ def salted(turns: Iterable[Turn]) -> Iterator[Turn]:
     Copies share texts that a cache would serve; people who talk of the same things share none.
     """
     for turn in turns:
-        messages = tuple(_salted(message, turn.tenant) for message in turn.messages)
+        messages = tuple(replace(m, content=f"{m.content} ({turn.tenant})") for m in turn.messages)
         yield replace(turn, messages=messages)
-
-
-def _salted(message: Message, salt: str) -> Message:
-    return replace(message, content=f"{message.content} ({salt})")

@@ -6,6 +6,7 @@ import asyncio
 import http
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -20,6 +21,7 @@ from undertow.serving.http.problems import CLOSE, MEDIA_TYPE, Problem
 from undertow.serving.http.service_settings import ServiceSettings
 
 MAX_HEADER_BYTES = 32 << 10
+LINGER_S = 2.0  # how long a connection whose end is written is read on
 TOO_MANY = "Too many connections are open. Try again in a moment."
 # what tells how the service does is answered also when it has too much to do
 WATCHED = frozenset({b"/metrics", b"/v1/status", *(path.encode() for path in OPEN_PATHS)})
@@ -48,15 +50,16 @@ class Joined:
 
     Two writes cost twice the time of the kernel, and wake a client for a head alone.
 
-    It closes in two stages if `reads_on` says so: it ends what it writes, and the next `close` ends the rest.
+    It closes in two stages if more of a request may come (`lingers`): first it ends what it writes, and reads
+    on. To close with data unread resets a connection, and the client may lose the response (RFC 9112, 9.6).
     """
 
     def __init__(
-        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, reads_on: Callable[[], bool]
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, lingers: Callable[[], bool]
     ) -> None:
         self._transport = transport
         self._loop = loop
-        self._reads_on = reads_on
+        self._lingers = lingers
         self._head = b""
         self._ends = False
 
@@ -70,22 +73,24 @@ class Joined:
             self._head = data
             self._loop.call_soon(self.flush)  # it may be all of the response
             return
-        self._transport.write(data)
+        if not self._ends:  # else it is of a request before the one that ended it
+            self._transport.write(data)
 
     def is_closing(self) -> bool:
         return self._ends or self._transport.is_closing()
 
-    def close(self) -> None:
+    def close(self, at_once: bool = False) -> None:
         self.flush()
-        if not self.is_closing() and self._reads_on():
-            self._ends = True
-            self._transport.write_eof()
-        else:
+        if at_once or self.is_closing() or not self._lingers():
             self._transport.close()
+            return
+        self._ends = True
+        self._transport.write_eof()
+        self._loop.call_later(LINGER_S, self._transport.close)
 
     def flush(self) -> None:
-        """Write the head that waits, if there is one. Not to a connection that is lost or aborted."""
-        if self._head and not self._transport.is_closing():
+        """Write the head that waits, if there is one. Not to a connection that ends, is lost or aborted."""
+        if self._head and not self.is_closing():
             self.write(b"")
 
 
@@ -101,8 +106,8 @@ class Protocol(HttpToolsProtocol):
     """A bound on connections and on headers, and a deadline for each phase of a request.
 
     headers: from the first byte, or the beginning of the connection; an idle connection does not stay for
-    ever. body: for the rest of a request that is answered already; it is discarded, and has as long as any
-    body. read: a client that reads nothing of a response is cut off.
+    ever. body: for the rest of a body whose request is answered already; it is discarded, and has as long
+    as any body. read: a client that reads nothing of a response is cut off.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -114,10 +119,10 @@ class Protocol(HttpToolsProtocol):
         self._tenant = b""
         self._is_refused = False
         self._admission: Admission = self.config.app.state.service.admission  # type: ignore[union-attr]
-        self._joined = Joined(transport, self.loop, self._reads_on)
+        self._joined = Joined(transport, self.loop, self._lingers)
+        self._cut_off = partial(self._joined.close, True)
         super().connection_made(self._joined)  # type: ignore[arg-type]
-        self._is_one_too_many = len(self.connections) > self.config.app.state.max_connections  # type: ignore[union-attr]
-        if self._is_one_too_many:
+        if len(self.connections) > self.config.app.state.max_connections:  # type: ignore[union-attr]
             self._say(Problem(429, "connections", TOO_MANY, retry_after_s=1))
         else:
             self._start("headers", self._settings.header_timeout_s, self._too_slow)
@@ -179,7 +184,7 @@ class Protocol(HttpToolsProtocol):
             self.transport.write(UNREAD + (b"" if self.parser.get_method() == b"HEAD" else UNREAD_BODY))
             stays = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
             if stays and not self.flow.write_paused:  # else it reads no answers, which would pile up
-                self._start("body", self._settings.body_timeout_s, self.transport.close)
+                self._start("body", self._settings.body_timeout_s, self._cut_off)
             else:
                 self.transport.close()
 
@@ -201,6 +206,8 @@ class Protocol(HttpToolsProtocol):
         self._incoming = Incoming.NOTHING
         self._head_bytes = 0
         self._stop("body")
+        if self.transport.is_closing():  # it is refused, and nothing more of it comes
+            self._cut_off()
         if not self._is_refused:
             super().on_message_complete()
             if self._tenant and PLACE not in self.scope:
@@ -240,7 +247,7 @@ class Protocol(HttpToolsProtocol):
             return
         if self._incoming is Incoming.BODY and self.cycle.response_complete:
             self._unset_keepalive_if_required()  # it may be shorter
-            self._start("body", self._settings.body_timeout_s, self.transport.close)
+            self._start("body", self._settings.body_timeout_s, self._cut_off)
 
     @property
     def _is_idle(self) -> bool:
@@ -266,25 +273,22 @@ class Protocol(HttpToolsProtocol):
         if (deadline := self._deadlines.pop(name, None)) is not None:
             deadline.cancel()
 
-    def _reads_on(self) -> bool:
-        """Whether a connection that ends is read for as long as the rest of a request may come.
-
-        To close it with data unread resets it, and the client may lose the response (RFC 9112, section 9.6).
-        Who reads no responses loses none.
-        """
-        if self._is_one_too_many or self.flow.write_paused or self._incoming is Incoming.NOTHING:
-            return False
+    def _lingers(self) -> bool:
+        """Whether more of a request may come, which is then read. Not of who is late in reading responses."""
         self.flow.resume_reading()
-        self._start("body", self._settings.body_timeout_s, self.transport.close)
-        return True
+        return self._incoming is not Incoming.NOTHING and not self.flow.write_paused
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self._cut_off()
 
     def _too_slow(self) -> None:
         self._stop("headers")
         self._say(Problem(408, "slow", "The request's headers did not come in time."))
 
     def _refuse(self) -> None:
-        """Answer what the parser does not take. More of it may come."""
-        self._incoming = self._incoming if self._incoming is Incoming.BODY else Incoming.HEADERS
+        """Answer what the parser does not take."""
         self._say(Problem(400, "", "This is no HTTP/1.1 request, or its headers are too large."))
 
     def _end_after_response(self) -> None:
@@ -312,7 +316,7 @@ class Protocol(HttpToolsProtocol):
             self.cycle.disconnected = True  # the application's response would come too late
             self.cycle.message_event.set()
             if self.cycle.response_started or self.pipeline:
-                self.transport.close()
+                self._cut_off()
                 return
         problem.headers = {**(problem.headers or {}), **CLOSE}
         self.transport.write(b"".join(written(problem)))

@@ -108,7 +108,6 @@ def test_a_bad_request_behind_a_good_one_does_not_spoil_its_answer(running: Runn
 
 @pytest.mark.parametrize("pieces", [[b"Idempotency-Key: a\r\n\r\n"], [b"a: " + 2_000_000 * b"b"]])
 def test_trailers_are_refused(running: Running, pieces: list[bytes]) -> None:
-    """One that would become a header of the request, and one that does not end, though it is refused."""
     with Wire(running) as wire:
         wire.head(running.key(), "Transfer-Encoding: chunked")
         for piece in (b"0\r\n", *pieces):
@@ -132,6 +131,7 @@ def test_a_late_body_neither_resets_the_connection_nor_keeps_it_open(running: Ru
         assert wire.socket.recv(65_536).startswith(b"HTTP/1.1 401")
         wire.socket.sendall(1_900_000 * b"a")
         wire.until_end()
+        wait_until(lambda: not running.server.server_state.connections)  # type: ignore[union-attr]
 
 
 def test_a_connection_continues_after_a_late_body(running: Running) -> None:

@@ -377,6 +377,7 @@ def test_in_overload_a_request_is_refused_unread_and_its_connection_goes_on(runn
     refused = running.client().post(at("ann", "/search"), content=b" " * 100_000)
     assert is_problem(refused, 429, "overload")["detail"] == "Too many requests are under way. Try again."
     assert refused.headers["retry-after"] == "1"
+    before = {*(connections := running.server.server_state.connections)}  # type: ignore[union-attr]
     with Wire(running) as wire:
         for _ in range(2):
             wire.socket.sendall(asked("no key, which is not looked at") * 2)
@@ -385,6 +386,7 @@ def test_in_overload_a_request_is_refused_unread_and_its_connection_goes_on(runn
         assert wire.socket.recv(65_536).endswith(b"\r\n\r\n")
         wire.socket.sendall(asked("none", "Connection: close"))
         assert wire.until_end().startswith(b"HTTP/1.1 429")
+        wait_until(lambda: connections <= before)
     with Wire(running) as wire:
         wire.head("none", "Content-Length: 1000000")
         hear(wire, b"HTTP/1.1 429", 1)
