@@ -31,7 +31,6 @@ for name in ("SALIENCE_TURNS", "QUIET_SHARE", "ANSWER_TOKENS"):
 
 # each HTTP client makes one, which reads all certificates of the machine
 ssl.create_default_context = cache(ssl.create_default_context)  # type: ignore[assignment]
-
 S3_BUCKETS = ("memories", "whole", "bulk-logs", "readers-logs")
 
 

@@ -21,7 +21,7 @@ from undertow.serving.http.problems import CLOSE, MEDIA_TYPE, Problem
 from undertow.serving.http.service_settings import ServiceSettings
 
 MAX_HEADER_BYTES = 32 << 10
-LINGER_S = 2.0  # how long a connection whose end is written is read on
+LINGER_S = 2.0  # how long to read on after the service has ended its side of a connection
 TOO_MANY = "Too many connections are open. Try again in a moment."
 # what tells how the service does is answered also when it has too much to do
 WATCHED = frozenset({b"/metrics", b"/v1/status", *(path.encode() for path in OPEN_PATHS)})
@@ -274,13 +274,13 @@ class Protocol(HttpToolsProtocol):
             deadline.cancel()
 
     def _lingers(self) -> bool:
-        """Whether more of a request may come, which is then read. Not of who is late in reading responses."""
+        """Read on if more of a request may come, unless the client is behind with reading responses."""
         self.flow.resume_reading()
         return self._incoming is not Incoming.NOTHING and not self.flow.write_paused
 
     def shutdown(self) -> None:
         super().shutdown()
-        if self.transport.is_closing():
+        if self.transport.is_closing():  # it may read on, which the shutdown would wait for
             self._cut_off()
 
     def _too_slow(self) -> None:

@@ -42,7 +42,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return chosen
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), dim=st.sampled_from([1, 3, 16, 33]), count=st.integers(0, 12))
 def test_near_threshold_pairs_and_ties_as_the_oracle_decides(seed: int, dim: int, count: int) -> None:
     rng = np.random.default_rng(seed)

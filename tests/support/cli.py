@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from typer import testing
-from typer.testing import CliRunner
 
 from undertow.serving.cli import app
 from undertow.serving.telemetry.logs import set_up
@@ -85,7 +84,7 @@ def logged(level: int = logging.INFO) -> Iterator[io.StringIO]:
 def run(*args: str | Path, env: dict[str, str] | None = None, answer: str | None = None) -> Ran:
     """One command in this process; whatever it raises counts as a failure of the test."""
     with logging_restored():
-        done = CliRunner().invoke(
+        done = testing.CliRunner().invoke(
             app, [str(a) for a in args], env=ENV | (env or {}), input=answer, catch_exceptions=False
         )
     return Ran(done.exit_code, done.stdout, done.stderr)

@@ -179,7 +179,6 @@ def failing(part: str) -> FakeShard:
 
 @pytest.mark.parametrize("part", ["broken", "hello"])
 def test_who_learns_of_an_error_may_add_again_at_once(part: str) -> None:
-
     async def work(sent: Sent) -> None:
         first, again = (ShardBatch.of([pack_turn(turn_of("ann", n, "a"))]) for n in range(2))
         first.pending.future.add_done_callback(lambda _: sent.shard_client.put(again))

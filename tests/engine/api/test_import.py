@@ -71,7 +71,7 @@ ASKED = [("flush", 0), ("drain", 0), ("ask", 0), ("ask", 1), ("drain", 0), ("ask
 @example(
     life=[("add", 2), ("add", 4)], limit=1000, policy="recmem", vectors=False, by_share=True
 )  # closed while a job is under way
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     life=LIVES,
     limit=st.sampled_from([1, 7, 1000]),

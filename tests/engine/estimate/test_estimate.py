@@ -17,7 +17,7 @@ from undertow.engine.encoders.base import Float16
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.encoders.token_count import TokenCount
 from undertow.engine.estimate.assumptions import EXPECTED, Evenly, stand_in
-from undertow.engine.estimate.estimate import FIGURES, TOTAL, Ranges, estimate
+from undertow.engine.estimate.estimate import FIGURES, TOTAL, Ranges, estimate, price
 from undertow.engine.estimate.stand_ins import StandInEncoder, TenantLog
 
 from ...support.cli import THETAS, conversation, run, write_log
@@ -155,9 +155,9 @@ def test_ranges_enclose_what_is_expected_and_totals_add_up() -> None:
 
 
 def test_whole_numbers_keep_their_mean_over_many_tenants() -> None:
-    evenly = Evenly(1.5)
+    evenly, rarely, of_many = Evenly(1.5), Evenly(0.1), Evenly(0.46)
     assert [evenly.take() for _ in range(6)] == [1, 2, 1, 2, 1, 2]
-    of_many = Evenly(0.46)
+    assert sum(rarely.take() for _ in range(1000)) == 100
     assert sum(of_many.take(7) for _ in range(100)) == 322
 
 
@@ -180,6 +180,11 @@ def test_a_written_text_has_its_likeness_to_the_mean_of_its_turns() -> None:
     assert float(twice @ mean) > 0.5
     assert (encoder.encode(texts) == known.vectors[:3].astype(np.float16)).all()
     assert (encoder.encode(["an episode"])[0] == episode).all()
+
+
+def test_a_price_is_that_of_prompts_and_completions() -> None:
+    ranges = {TOTAL: {f: {"low": 1_000_000, "expected": 2_000_000, "high": 4_000_000} for f in FIGURES}}
+    assert price(ranges, 0.5, 2.0) == {"low": 2.5, "expected": 5.0, "high": 10.0}
 
 
 def test_an_error_is_a_share_of_what_was_metered_and_answers_are_no_construction() -> None:

@@ -303,7 +303,7 @@ def test_garbage_never_raises_and_resuming_drops_what_was_taken(
     ]
 
 
-@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     lines=st.lists(exchange.map(json.dumps) | some_line | st.just(""), min_size=1, max_size=6),
     limit=st.sampled_from([3, 30, LIMIT]),

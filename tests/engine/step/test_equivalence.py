@@ -405,7 +405,7 @@ def worlds(draw: st.DrawFn) -> tuple[Settings, TableEncoder, MockReplies, Turns]
     return settings, TableEncoder(table, pool), replies, turns
 
 
-@hypothesis_settings(max_examples=24, deadline=None, suppress_health_check=list(HealthCheck))
+@hypothesis_settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(world=worlds(), seed=st.integers(0, 99))
 def test_engine_equals_oracle_on_ties_and_near_ties(
     world: tuple[Settings, TableEncoder, MockReplies, Turns], seed: int
@@ -416,7 +416,7 @@ def test_engine_equals_oracle_on_ties_and_near_ties(
     assert_same(run, oracle_run(settings, encoder, replies, turns))
 
 
-@hypothesis_settings(max_examples=24, deadline=None, suppress_health_check=list(HealthCheck))
+@hypothesis_settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(world=worlds(), seed=st.integers(0, 99))
 def test_thresholds_that_turns_tell_are_those_of_the_oracle_on_ties(
     world: tuple[Settings, TableEncoder, MockReplies, Turns], seed: int

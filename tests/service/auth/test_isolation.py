@@ -52,7 +52,7 @@ from ...support.isolation.tenants import ALL, NAMES, Act, Tenants
 from ...support.service.http import is_problem, serving
 from ...support.soak.runs import private_bytes, report
 
-STEPS = 500
+STEPS = 1_000
 SOAK_STEPS = 100_000
 STEPS_A_RUN = 100
 

@@ -351,11 +351,9 @@ def test_a_response_is_one_write_and_a_head_alone_comes_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[bytes] = []
-
-    def joined(transport: asyncio.Transport, *more: Any) -> Joined:
-        return Joined(cast("asyncio.Transport", Recorded(transport, written)), *more)
-
-    monkeypatch.setattr(protocol, "Joined", joined)
+    monkeypatch.setattr(
+        protocol, "Joined", lambda transport, *more: Joined(cast("Any", Recorded(transport, written)), *more)
+    )
     with serving(tmp_path) as running:
         client = running.client()
         asks: list[dict[str, Any]] = [{"messages": said("the boat")}, {"query": "boat"}, {"query": ""}]
