@@ -15,12 +15,8 @@ from undertow.engine.base.process_tuning import ONE_HEAP
 
 # libraries that start as many threads as they find cores, by the variable that bounds them
 THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "NUMBA_NUM_THREADS",
-    "LANCE_CPU_THREADS",
-    "RAYON_NUM_THREADS",
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+    *("NUMBA_NUM_THREADS", "LANCE_CPU_THREADS", "RAYON_NUM_THREADS"),
 )
 
 
@@ -47,7 +43,7 @@ class ClusterSettings(BaseSettings):
     autoscaling: bool = False
 
     # calls and turns of one router under way at a shard (a single call may have more turns), and turns that
-    # wait in the router for it, those included
+    # wait in the router for it, those included; calls: never more than a quarter of max_pending_calls
     window_calls: int = Field(default=64, ge=1)
     window_turns: int = Field(default=8_192, ge=1)
     lane_turns: int = Field(default=16_384, ge=1)
@@ -70,7 +66,7 @@ class ClusterSettings(BaseSettings):
 
         Otherwise the successors of a refused add could take its place, and wait for it at the shard.
         """
-        if 4 * self.window_calls > self.max_pending_calls:
+        if "window_calls" in self.model_fields_set and 4 * self.window_calls > self.max_pending_calls:
             raise ValueError(
                 f"window_calls ({self.window_calls}) may be a quarter of max_pending_calls "
                 f"({self.max_pending_calls}) at most. Lower UNDERTOW_CLUSTER_WINDOW_CALLS."
@@ -105,8 +101,7 @@ class ClusterSettings(BaseSettings):
 
         `free`: what the cluster has left of each resource; `nodes`: the total of each node.
         """
-        demand = self.demand()
-        if self.autoscaling or not demand or not shards:
+        if self.autoscaling or not shards or not (demand := self.demand()):
             return
         asked = ", ".join(f"{name} {amount:g}" for name, amount in demand.items())
         if not any(_fits(node, demand) for node in nodes):

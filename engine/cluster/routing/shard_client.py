@@ -175,8 +175,9 @@ class ShardClient:
         first, longest_under_way = self._queue[0], next(iter(self._under_way.values()))
         if first.suspected or longest_under_way.suspected:
             return False
-        has_place = len(self._under_way) < self._settings.window_calls
-        return has_place and self._under_way_turns + len(first) <= self._settings.window_turns
+        own = self._settings  # _leave_room says why a quarter
+        has_place = len(self._under_way) < min(own.window_calls, own.max_pending_calls // 4)
+        return has_place and self._under_way_turns + len(first) <= own.window_turns
 
     async def _greet(self) -> bool:
         """Begin a session at the shard. False: the waiting batches have failed, or are to be routed again."""

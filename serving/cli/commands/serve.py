@@ -126,6 +126,10 @@ def _check_shards(store: Location, ray: str | None, shards: int | None, workers:
                 f"{store} has {found} shards, so {found} workers serve them. For more, end this service and "
                 f"add shards: undertow cluster move --store {store} --ray local --shards {workers}"
             )
+    from undertow.engine.cluster.settings import ClusterSettings
+
+    with wrong_usage("UNDERTOW_CLUSTER_...:"):
+        ClusterSettings()
     return workers
 
 

@@ -37,20 +37,18 @@ def test_calls_are_stored_in_order_and_a_bounded_number_is_under_way() -> None:
     assert shard.hellos == 1
 
 
-def test_small_calls_leave_places_at_the_shard_for_all_others() -> None:
+@pytest.mark.parametrize("window", [{"window_calls": 4}, {}])
+def test_small_calls_leave_places_at_the_shard_for_all_others(window: dict[str, Any]) -> None:
     """Ray refuses calls beyond `max_pending_calls`: later ones must not take the places of one refused."""
     shard = FakeShard()
-    add, pending = shard.add, [0]
-    settings = ClusterSettings(max_pending_calls=16, window_calls=4, patience_s=5)
+    settings = ClusterSettings(max_pending_calls=16, patience_s=5, **window)
+    add, places = shard.add, asyncio.Semaphore(settings.max_pending_calls)
 
     async def limited(table: Any, stamp: CallStamp) -> Any:
-        if pending[0] == settings.max_pending_calls:
+        if places.locked():
             raise QueueFull("too many calls are pending")
-        pending[0] += 1
-        try:
+        async with places:
             return await add(table, stamp)
-        finally:
-            pending[0] -= 1
 
     shard.add = limited  # type: ignore[method-assign]
 

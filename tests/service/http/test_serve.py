@@ -154,15 +154,16 @@ def test_acknowledged_work_survives_a_kill(tmp_path: Path) -> None:
         (("--shards", "2"), {}, 2, "--shards goes with --ray"),
         (("--insecure-no-auth", "--keys", "keys.json"), {}, 2, "exclude each other"),
         (("--encoder", "hash:x"), {}, 2, "hash:x"),
-        ((), {"MAX_REQUESTS": "5"}, 2, "must be smaller than max_requests"),
-        ((), {"MAX_REQUEST": "5"}, 2, "UNDERTOW_SERVICE_MAX_REQUEST is no setting"),
-        ((), {"MAX_REQUEST": "5"}, 2, "UNDERTOW_SERVICE_MAX_REQUESTS"),
+        ((), {"SERVICE_MAX_REQUESTS": "5"}, 2, "must be smaller than max_requests"),
+        ((), {"SERVICE_MAX_REQUEST": "5"}, 2, "UNDERTOW_SERVICE_MAX_REQUEST is no setting"),
+        ((), {"SERVICE_MAX_REQUEST": "5"}, 2, "UNDERTOW_SERVICE_MAX_REQUESTS"),
+        (("--workers", "2"), {"CLUSTER_WINDOW_CALLS": "65"}, 2, "Lower UNDERTOW_CLUSTER_WINDOW_CALLS"),
     ],
 )
 def test_wrong_options_and_settings_are_refused(
     tmp_path: Path, options: tuple[str, ...], env: dict[str, str], code: int, words: str
 ) -> None:
-    variables = {f"UNDERTOW_SERVICE_{name}": value for name, value in env.items()}
+    variables = {f"UNDERTOW_{name}": value for name, value in env.items()}
     ran = run("serve", "--store", tmp_path, *options, env=variables)
     assert ran.code == code
     assert words in ran.err
