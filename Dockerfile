@@ -1,7 +1,7 @@
 # A node with an engine: shards of a cluster, its head, the service, the command line. With or without a GPU.
 #
-#     docker build -t undertow-engine:1.0.0 .
-#     docker run --gpus all undertow-engine:1.0.0 undertow doctor
+#     docker build -t undertow-engine:1.0.1 .
+#     docker run --gpus all undertow-engine:1.0.1 undertow doctor
 #
 # Dockerfile.vllm has the same Ubuntu, and so the same Python: Ray wants one version on all nodes.
 ARG CUDA=13.0.3
