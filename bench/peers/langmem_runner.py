@@ -93,10 +93,7 @@ class LangMem:
         assert spent is not None, "called by `serve`"
         speaking = {"user": HumanMessage, "assistant": AIMessage}
         chat = [speaking.get(m["role"], HumanMessage)(m["content"]) for m in said(messages, date)]
-        config: Any = {
-            "configurable": {"langgraph_user_id": user},
-            "callbacks": [Counted(spent)],
-        }
+        config: Any = {"configurable": {"langgraph_user_id": user}, "callbacks": [Counted(spent)]}
         kept = self._kept.setdefault(user, {})
         for put in self._manager.invoke({"messages": chat}, config=config):
             # the manager does not look at what became of its writes

@@ -69,10 +69,7 @@ SWEPT: Mapping[PolicyName, Swept] = {
     "himem": Swept({}, ("k_epi", "k_sem")),
     "a-mem": Swept({}, ("k_sem",)),
     "memory-os": Swept(
-        {
-            "short_term_pages": (1, 3, 5, 7, 10, 15, 20),
-            "heat_threshold": (1, 2, 3, 4, 5, 6, 8, 10),
-        },
+        {"short_term_pages": (1, 3, 5, 7, 10, 15, 20), "heat_threshold": (1, 2, 3, 4, 5, 6, 8, 10)},
         ("k_sub", "k_epi", "k_sem"),
     ),
 }

@@ -238,10 +238,7 @@ def in_turn(one: Callable[[], Cost], other: Callable[[], Cost]) -> list[tuple[Co
 
 def overhead(data: Path, turns: int, step_turns: int | None = None) -> dict[str, Any]:
     """One shard against the plain engine, which stores call by call."""
-    with (
-        plain_apart(data, turns) as plain_part,
-        sharded(data, turns, 1, step_turns=step_turns) as shard_part,
-    ):
+    with plain_apart(data, turns) as plain_part, sharded(data, turns, 1, step_turns=step_turns) as shard_part:
         pairs = in_turn(plain_part, shard_part)
     plains, shards = zip(*pairs, strict=True)
     ratios = [shard.s / plain.s for plain, shard in pairs]

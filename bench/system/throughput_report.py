@@ -55,11 +55,7 @@ def run(load: Load, settings: Settings, latency_s: float, out: Path | None = Non
         encoder = make_encoder(settings)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-        result = {
-            **about,
-            **chosen(settings, encoder),
-            **ingest(log, settings, encoder, out and out / TRACE),
-        }
+        result = {**about, **chosen(settings, encoder), **ingest(log, settings, encoder, out and out / TRACE)}
     if out is not None:
         write(result, out)
     return result

@@ -204,6 +204,7 @@ class EventsQuery(StoreCall[dict[str, EventPage]]):
     """What has happened to memories (api/views/events.py), by shard. `after`: an lsn of each shard.
 
     `keys`: of the tenants, None: all. `limit` 0: no events, and the lsns of the ends. The shard sets `home`.
+    `asker`: the tenant whose time the reading takes, see Pacing.
     """
 
     name: ClassVar[str] = "events"
@@ -212,6 +213,7 @@ class EventsQuery(StoreCall[dict[str, EventPage]]):
     limit: int = 0
     text: bool = False
     home: str = "single"
+    asker: str = ""
 
     def combined(self, answers: Collection[dict[str, EventPage]]) -> dict[str, EventPage]:
         return {home: page for pages in answers for home, page in pages.items()}

@@ -29,19 +29,9 @@ BF16_UNITS = {AMX: "AMX", "avx512_bf16": "AVX512-BF16"}
 
 # The files of a model's folder that determine its vectors.
 _MODEL_FILES = (
-    "modules.json",
-    "config.json",
-    "sentence_bert_config.json",
-    "*/config.json",
-    "tokenizer*.json",
-    "special_tokens_map.json",
-    "vocab.*",
-    "merges.txt",
-    "sentencepiece*.model",
-    "*.safetensors",
-    "*/*.safetensors",
-    "pytorch_model*.bin",
-    "*/pytorch_model*.bin",
+    *("modules.json", "config.json", "sentence_bert_config.json", "*/config.json", "tokenizer*.json"),
+    *("special_tokens_map.json", "vocab.*", "merges.txt", "sentencepiece*.model", "*.safetensors"),
+    *("*/*.safetensors", "pytorch_model*.bin", "*/pytorch_model*.bin"),
 )
 
 

@@ -31,7 +31,14 @@ class PartsOfScores:
     ) -> None:
         self._arena, self._gate, self._tenant, self._index = arena, gate, tenant, index
         self._vector = vector
-        self._asked = Analyzer().by_term(words)
+        self._analyzer = Analyzer()
+        self._asked = self._analyzer.by_term(words)
+        self._words, self._number = list(self._asked.values()), {t: n for n, t in enumerate(self._asked)}
+        # by a related term, the words that it stands for: the number of each, and its own place among theirs
+        self._stands_for: dict[int, list[tuple[int, int]]] = {}
+        near, closeness = related(np.fromiter(self._asked, np.uint32))
+        for n, place in np.argwhere(closeness > 0).tolist():
+            self._stands_for.setdefault(int(near[n, place]), []).append((n, place))
 
     def of(self, kind: HitKind, rows: Sequence[int]) -> list[ScoreParts]:
         """The parts of each of these arena rows of a kind."""
@@ -85,13 +92,13 @@ class PartsOfScores:
 
     def _matched(self, text: str) -> tuple[str, ...]:
         """The words of the query that a text has, or a related word of."""
-        held = Analyzer().by_term(text)
-        near, closeness = related(np.fromiter(self._asked, np.uint32))
-        found = []
-        for n, (term, word) in enumerate(self._asked.items()):
-            others = [int(t) for t, c in zip(near[n], closeness[n], strict=True) if c > 0 and int(t) in held]
-            if term in held:
-                found.append(word)
-            elif others:
-                found.append(f"{word} ~ {held[others[0]]}")
-        return tuple(found)
+        held = self._analyzer.by_term(text)
+        instead: dict[int, tuple[int, str]] = {}  # of each word the nearest
+        for term, word in held.items():
+            for n, place in self._stands_for.get(term, ()):
+                instead[n] = min(instead.get(n, (place, word)), (place, word))
+        own = {self._number[term] for term in held if term in self._number}
+        return tuple(
+            self._words[n] if n in own else f"{self._words[n]} ~ {instead[n][1]}"
+            for n in sorted(own | instead.keys())
+        )

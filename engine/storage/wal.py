@@ -30,17 +30,7 @@ CLAIM = "claim"
 SUFFIX = ".log"
 # Elsewhere (NFS, FUSE) one machine may not see at once what another has written, so no claim is safe there.
 COHERENT_FILE_SYSTEMS = {
-    "apfs",
-    "bcachefs",
-    "btrfs",
-    "ext2",
-    "ext3",
-    "ext4",
-    "f2fs",
-    "overlay",
-    "ramfs",
-    "tmpfs",
-    "xfs",
+    *("apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs"),
     "zfs",
 }
 

@@ -102,8 +102,7 @@ KeptIn = Annotated[
 
 
 Paths = Annotated[
-    list[str],
-    typer.Argument(metavar="PATH...", help="Logs, or folders of logs; also s3://BUCKET/PREFIX."),
+    list[str], typer.Argument(metavar="PATH...", help="Logs, or folders of logs; also s3://BUCKET/PREFIX.")
 ]
 LogFormatName = Literal[
     "auto",

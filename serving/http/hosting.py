@@ -146,11 +146,7 @@ def run(
 
 
 async def serve_mcp(
-    open_memories: OpenMemories,
-    files: Files,
-    tenant: str | None,
-    settings: ServiceSettings,
-    engine: Settings,
+    open_memories: OpenMemories, files: Files, tenant: str | None, settings: ServiceSettings, engine: Settings
 ) -> None:
     """Serve MCP on stdio over a store of this machine, until standard input ends. UndertowError."""
     with closing(StateDb(files.state)) as state:

@@ -59,7 +59,7 @@ class Joined:
     ) -> None:
         self._transport = transport
         self._loop = loop
-        self._lingers = lingers
+        self.lingers = lingers
         self._head = b""
         self._ends = False
 
@@ -81,7 +81,7 @@ class Joined:
 
     def close(self, at_once: bool = False) -> None:
         self.flush()
-        if at_once or self.is_closing() or not self._lingers():
+        if at_once or self.is_closing() or not self.lingers():
             self._transport.close()
             return
         self._ends = True
@@ -224,6 +224,7 @@ class Protocol(HttpToolsProtocol):
         for name in list(self._deadlines):
             self._stop(name)
         super().connection_lost(exc)
+        self._joined.lingers = bool  # else it and this hold each other, until a collection, which takes long
         if self._serving is not None and not self._serving.response_complete:
             self._serving.disconnected = True  # uvicorn tells only the newest, which may be pipelined
             self._serving.message_event.set()
@@ -279,8 +280,9 @@ class Protocol(HttpToolsProtocol):
         return self._incoming is not Incoming.NOTHING and not self.flow.write_paused
 
     def shutdown(self) -> None:
+        self._joined.lingers = bool  # False: the shutdown would wait for it
         super().shutdown()
-        if self.transport.is_closing():  # it may read on, which the shutdown would wait for
+        if self.transport.is_closing():
             self._cut_off()
 
     def _too_slow(self) -> None:

@@ -121,8 +121,7 @@ def _checked_tenant(name: Any) -> str:
 def _success(result: Result) -> CallToolResult:
     document = result.model_dump_json()
     return CallToolResult(
-        content=[TextContent(type="text", text=document)],
-        structured_content=result.model_dump(mode="json"),
+        content=[TextContent(type="text", text=document)], structured_content=result.model_dump(mode="json")
     )
 
 

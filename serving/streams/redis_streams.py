@@ -25,14 +25,7 @@ BEGINNING = b"0-0"
 CONNECT_S, REPLY_S = 5.0, 30.0
 # errors of a server that is starting, failing over or out of memory
 PASSING = (
-    "LOADING",
-    "READONLY",
-    "MASTERDOWN",
-    "TRYAGAIN",
-    "CLUSTERDOWN",
-    "OOM",
-    "MISCONF",
-    "NOREPLICAS",
+    *("LOADING", "READONLY", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN", "OOM", "MISCONF", "NOREPLICAS"),
     "BUSY ",
 )
 

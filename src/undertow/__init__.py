@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from undertow.serving.client import AsyncClient as AsyncClient
     from undertow.serving.client import Client as Client
 
-__version__ = "1.0.0"
+__version__ = "1.0.1"
 
 _HOMES = {
     "AsyncClient": "serving.client",

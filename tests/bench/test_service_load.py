@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from undertow.bench.system.service import closed_loop
 from undertow.bench.system.service.__main__ import name_of, parser
 from undertow.bench.system.service.compare import COMPARED, ratios
-from undertow.bench.system.service.hostile import TENANT, attacks
+from undertow.bench.system.service.hostile import TENANT, about, attacks, erasures, filled_tenant
 from undertow.bench.system.service.open_loop import Answer, Caller, Outcome, arrivals, run_loop
 from undertow.bench.system.service.parts import Mix, holds, recovery
 from undertow.bench.system.service.served import Checkout, counted
@@ -173,9 +174,13 @@ def test_figures_of_different_runs_have_files_of_their_own(words: list[str], nam
     assert name_of(parser().parse_args(words)) == name
 
 
-def test_what_a_hostile_tenant_sends_is_legal(tmp_path: Path) -> None:
+def test_a_hostile_tenant_sends_what_is_legal_to_every_route(tmp_path: Path) -> None:
     with serving(tmp_path) as running:
-        kinds = attacks(running.url, running.key())
+        target = filled_tenant(running.url, running.key())
+        kinds = (
+            attacks(target) | about(target, target.ids[0], target.ids[1], "other words") | erasures(target)
+        )
+        routes = running.client().get("/openapi.json").json()["paths"]
         outcome = Outcome(0.0, 1.0)
 
         async def send() -> None:
@@ -185,5 +190,19 @@ def test_what_a_hostile_tenant_sends_is_legal(tmp_path: Path) -> None:
             caller.close()
 
         asyncio.run(send())
-    statuses = [answer.status for answer in outcome.answers]
-    assert statuses == [200] * 9 + [404], "the last one asks for a tenant that is not there"
+    statuses = {name: answer.status for name, answer in zip(kinds, outcome.answers, strict=True)}
+    refused = {name: status for name, status in statuses.items() if status != 200}
+    assert refused == {"import": 409, "stats of no tenant": 404}
+    asked = [sent.decode().split(" ", 2)[:2] for sent in kinds.values()]
+    left = {
+        (method.upper(), path.removeprefix("/v1/tenants/{tenant}"))
+        for path, methods in routes.items()
+        for method in methods
+        if path.startswith("/v1/tenants/{tenant}")
+        and not any(
+            method.upper() == verb and re.fullmatch(re.sub(r"{\w+}", "[^/]+", path), at.partition("?")[0])
+            for verb, at in asked
+        )
+    }
+    # the former calls an LLM for each turn, the latter is as cheap as that of all
+    assert left == {("PUT", "/policy"), ("GET", "/jobs/{job_id}")}

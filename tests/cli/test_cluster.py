@@ -20,17 +20,7 @@ ray = pytest.importorskip("ray")
 from undertow.engine.cluster.shard_map import ShardMap, load, publish
 from undertow.engine.storage.location import Location
 
-from ..support.cli import (
-    SUMMARY_KEYS,
-    THETAS,
-    Ran,
-    contents,
-    conversation,
-    listed,
-    run,
-    tenants,
-    write_log,
-)
+from ..support.cli import SUMMARY_KEYS, THETAS, Ran, contents, conversation, listed, run, tenants, write_log
 from ..support.cluster.processes import CLUSTER_ENV, Command, ray_processes, strike
 
 pytestmark = pytest.mark.usefixtures("ray_address")

@@ -12,15 +12,7 @@ from undertow.engine.api.views.reports import Reports
 from undertow.engine.storage.journal import Journal
 
 from ..engine.readers.exports.samples import ANDROID, boat_chat, write_zip
-from ..support.cli import (
-    SUMMARY_KEYS,
-    THETAS,
-    contents,
-    conversation,
-    run,
-    turn_line,
-    write_log,
-)
+from ..support.cli import SUMMARY_KEYS, THETAS, contents, conversation, run, turn_line, write_log
 from ..support.cluster.processes import Command
 
 TURNS = 24

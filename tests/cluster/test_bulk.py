@@ -284,11 +284,7 @@ def interrupted(root: Location, kept: Kept, logs: list[Log]) -> BulkIngest:
 @pytest.mark.usefixtures("ray_address")
 @pytest.mark.parametrize(("task_bytes", "part_turns"), [(1, 1_000), (20_000, 10), (1 << 30, None)])
 def test_tenants_keep_their_order_whatever_the_parts(
-    root: Location,
-    logs: list[Log],
-    task_bytes: int,
-    part_turns: int | None,
-    monkeypatch: pytest.MonkeyPatch,
+    root: Location, logs: list[Log], task_bytes: int, part_turns: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read_ahead, "TASK_BYTES", task_bytes)
     expected, kept = one_process_order(logs), Kept()

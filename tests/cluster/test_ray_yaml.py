@@ -107,6 +107,7 @@ def test_readers_of_a_bulk_ingest_have_cpus_beside_the_shard(
 def test_images_are_named_by_version_and_by_what_runs_there(written: dict[str, Any]) -> None:
     from undertow import __version__
 
+    assert f'version = "{__version__}"' in (ROOT / "pyproject.toml").read_text()
     assert written["docker"]["image"] == f"undertow-engine:{__version__}"
     types = written["available_node_types"]
     assert types[VLLM]["docker"]["worker_image"] == f"undertow-vllm:{__version__}"

@@ -38,17 +38,8 @@ def test_a_thread_that_waits_for_something_real_ends_the_simulation(monkeypatch:
 
 def test_ten_seeds_lose_and_double_nothing_and_decide_as_one_engine_does() -> None:
     befallen = [run(seed).counts for seed in SEEDS]
-    for what in (
-        "crashes",
-        "takeovers",
-        "power failures",
-        "moves",
-        "cuts",
-        "torn",
-        "lost",
-        "erased",
-        "changes",
-    ):
+    kinds = "crashes, takeovers, power failures, moves, cuts, torn, lost, erased, changes"
+    for what in kinds.split(", "):
         assert sum(counts[what] for counts in befallen) > 1, what
 
 

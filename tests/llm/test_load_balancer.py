@@ -222,10 +222,7 @@ def test_a_refusal_beside_an_outage_waits_for_the_outage() -> None:
     """Turned away by one, the request is still good for the other, which is only away."""
     port = free_port()
     refusing = at_once(403, {"error": {"message": "not yours"}})
-    with (
-        servers(refusing) as url,
-        client(f"{url},http://127.0.0.1:{port}/v1", llm_model="a") as llm,
-    ):
+    with servers(refusing) as url, client(f"{url},http://127.0.0.1:{port}/v1", llm_model="a") as llm:
         future = llm.submit(merge(), tenant="t")
         wait_until(lambda: (llm.unreachable_s or 0) > 0.3)
         assert not future.done()

@@ -20,12 +20,7 @@ from undertow.prompts.builders import (
     merge_prompt,
     refine_prompt,
 )
-from undertow.prompts.reply_schemas import (
-    EpisodesReply,
-    FactsReply,
-    MergeReply,
-    Reply,
-)
+from undertow.prompts.reply_schemas import EpisodesReply, FactsReply, MergeReply, Reply
 
 WORDS = ["harbour", "kite", "violin", "garden", "winter", "marathon", "recipe", "telescope", "lamp", "fern"]
 

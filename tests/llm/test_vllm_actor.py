@@ -23,13 +23,7 @@ from undertow.engine.llm.client import OpenAILLM
 from undertow.serving.vllm import ray_actor as vllm_actor
 from undertow.serving.vllm import supervisor as supervision
 from undertow.serving.vllm.local_server import LocalServerError, LocalVLLM, free_port
-from undertow.serving.vllm.ray_actor import (
-    ServerPlan,
-    VLLMActor,
-    server_states,
-    start_servers,
-    stop_servers,
-)
+from undertow.serving.vllm.ray_actor import ServerPlan, VLLMActor, server_states, start_servers, stop_servers
 from undertow.serving.vllm.supervisor import ServerSupervisor
 
 from ..support.llm_servers import expected, merge, prompts, results, server_stats, wait_until

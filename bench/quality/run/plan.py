@@ -27,11 +27,7 @@ _TIERS = tuple(field.name for field in fields(Tiers))
 SETTINGS = (
     *_ANSWERING,
     *(
-        "ablation",
-        "management",
-        "nemori_index",
-        "himem_align_notes",
-        "himem_align_episodes",
+        *("ablation", "management", "nemori_index", "himem_align_notes", "himem_align_episodes"),
         "himem_self_evolution",
     ),
     *("himem_max_notes", "salience_turns", "salience_day_tokens", "quiet_share"),

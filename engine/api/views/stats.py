@@ -15,21 +15,9 @@ from undertow.prompts.operations import QUERY_OPERATIONS
 TENANTS_AT_A_TIME = 256
 
 SUMMARY_KEYS = (
-    "turns",
-    "episodes",
-    "facts",
-    "merges",
-    "merge_refusals",
-    "consolidations",
-    "partition_repairs",
-    "waiting_turns",
-    "undecided_turns",
-    "pending_jobs",
-    "dead_letters",
-    "llm_calls",
-    "prompt_tokens",
-    "cached_prompt_tokens",
-    "completion_tokens",
+    *("turns", "episodes", "facts", "merges", "merge_refusals", "consolidations", "partition_repairs"),
+    *("waiting_turns", "undecided_turns", "pending_jobs", "dead_letters"),
+    *("llm_calls", "prompt_tokens", "cached_prompt_tokens", "completion_tokens"),
 )
 
 

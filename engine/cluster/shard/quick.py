@@ -36,12 +36,14 @@ def is_quick_call(engine: Engine, call: ApiCall[Any]) -> bool:
         return is_at_hand(engine, call.tenant)
     if not isinstance(call, SearchQuery | AnswerQuery | ListQuery):
         return False
+    if isinstance(call, SearchQuery) and call.explain:
+        return False  # it ranks twice, and tells the parts of each score
     tenant = engine.tenants.in_memory(call.tenant)
     if tenant is None:
         return is_at_hand(engine, call.tenant)
     if isinstance(call, ListQuery):
         return engine.ranker.is_quick(tenant, filters=True) and engine.is_ready(call)
-    filters = isinstance(call, SearchQuery) and bool(call.where or call.since or call.until or call.explain)
+    filters = isinstance(call, SearchQuery) and bool(call.where or call.since or call.until)
     return engine.embeds_in_s <= QUICK_TEXT_S and engine.ranker.is_quick(tenant, filters=filters)
 
 

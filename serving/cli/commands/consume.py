@@ -105,8 +105,7 @@ def kafka(
 @opt.with_groups
 def redis(
     url: Annotated[
-        str,
-        typer.Option("--url", envvar="UNDERTOW_REDIS_URL", help="Redis' address.", show_default=False),
+        str, typer.Option("--url", envvar="UNDERTOW_REDIS_URL", help="Redis' address.", show_default=False)
     ],
     stream: Annotated[str, typer.Option("--stream", help="The stream's key.", show_default=False)],
     group: Group,
@@ -212,11 +211,7 @@ def _run(connect: Callable[[], Source], store: opt.Store, settings: Settings, op
     opening = open_memory(store, settings, options.ray, shards=options.shards, create=True, resume=True)
     group = ExitStack()
     source = group.enter_context(closing(connect()))
-    with (
-        group,
-        opening as memory,
-        ctrl_c(signal.SIGTERM) as stopped,
-    ):
+    with group, opening as memory, ctrl_c(signal.SIGTERM) as stopped:
         from undertow.serving.streams.consumer import Consumer, summary
 
         problems = Problems()

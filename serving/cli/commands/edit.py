@@ -13,15 +13,7 @@ import typer
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.drain import drain
 from undertow.serving.cli.errors import Exit, WrongUsage
-from undertow.serving.cli.output import (
-    console,
-    put_figures,
-    put_json,
-    put_records,
-    put_result,
-    put_text,
-    say,
-)
+from undertow.serving.cli.output import console, put_figures, put_json, put_records, put_result, put_text, say
 from undertow.serving.cli.stores import all_reports, open_memory, refuse_root, stores_of
 
 if TYPE_CHECKING:

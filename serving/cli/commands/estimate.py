@@ -65,10 +65,7 @@ def estimate(
     from undertow.engine.encoders.token_count import token_count
 
     settings = opt.settings_of(
-        policy=None if policy == "all" else policy,
-        llm="off",
-        encoder=encoder,
-        **asdict(thresholds),
+        policy=None if policy == "all" else policy, llm="off", encoder=encoder, **asdict(thresholds)
     )
     opt.check_settings(settings)
     tokens = token_count(settings, tokenizer)

@@ -36,8 +36,7 @@ def mcp(
         Location | None, opt.store_option("A store of this machine, without a service.", "FOLDER")
     ] = None,
     tenant: Annotated[
-        str | None,
-        typer.Option("--tenant", help="For this tenant alone; left out: each call names one."),
+        str | None, typer.Option("--tenant", help="For this tenant alone; left out: each call names one.")
     ] = None,
     models: opt.Models = opt.NO_MODELS,
 ) -> None:

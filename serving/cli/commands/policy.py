@@ -22,8 +22,7 @@ def policy(
         str | None, typer.Argument(metavar="[NAME]", help="The new policy; left out: show it only.")
     ] = None,
     drop_edits: Annotated[
-        bool,
-        typer.Option("--drop-edits", help="Discard updates and deletions of memories by hand."),
+        bool, typer.Option("--drop-edits", help="Discard updates and deletions of memories by hand.")
     ] = False,
     models: opt.Models = opt.NO_MODELS,
     ray: opt.Ray = None,

@@ -134,12 +134,7 @@ def search(
 
 
 PARTS = ("score", "id", "cosine", "neighbour_cosine", "words", "words_around", "matched", "memory")
-LEFT_OUT_BY = {
-    "time": "time",
-    "filters": "metadata",
-    "count": "-k, of its kind",
-    "top_k": "-k",
-}
+LEFT_OUT_BY = {"time": "time", "filters": "metadata", "count": "-k, of its kind", "top_k": "-k"}
 
 
 def _put_explained(hits: list[Report], how: Report, title: str, *, as_json: bool) -> None:

@@ -47,12 +47,7 @@ class Front:
     """ASGI middleware around the whole application."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        load: LoadLimits,
-        guard: Guard,
-        turns: FairTurns,
-        direct: Sequence[APIRoute] = (),
+        self, app: ASGIApp, load: LoadLimits, guard: Guard, turns: FairTurns, direct: Sequence[APIRoute] = ()
     ) -> None:
         """`direct`: routes of POST that take their requests from here, past the framework's own layers."""
         self._app = app

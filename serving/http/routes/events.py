@@ -65,7 +65,7 @@ async def _stream(
     with feed.listening(frozenset([key])) as news, service.metrics.event_streams.track_inprogress():
         while True:
             news.clear()
-            pages = await call(EventsQuery(at, frozenset([key]), PAGE, text))
+            pages = await call(EventsQuery(at, frozenset([key]), PAGE, text, asker=tenant))
             told = [event | {"tenant": tenant} for event in feed.named(pages)]
             lines = (LINES % (e["id"].encode(), e["type"].encode(), orjson.dumps(e)) for e in told)
             yield b"".join(lines) or b":\n\n"

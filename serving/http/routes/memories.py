@@ -8,13 +8,7 @@ from typing import Annotated, Any
 import orjson
 from fastapi import APIRouter, Query, Request, Response
 
-from undertow.engine.base.queries import (
-    DeleteCommand,
-    GetQuery,
-    HistoryQuery,
-    ListQuery,
-    UpdateCommand,
-)
+from undertow.engine.base.queries import DeleteCommand, GetQuery, HistoryQuery, ListQuery, UpdateCommand
 from undertow.engine.search.where import Where
 from undertow.serving.auth.principal import Scope
 from undertow.serving.client.results import Changed, Kind, Listed, Memory, Page

@@ -27,13 +27,7 @@ from undertow.serving.http.jobs.queue import Operation
 from undertow.serving.http.problems import bad_field
 from undertow.serving.http.routes.access import Access, GuardedRoute
 from undertow.serving.http.routes.json_pages import written
-from undertow.serving.http.routes.schemas import (
-    Accepted,
-    CertificateView,
-    Imported,
-    JobView,
-    PolicyRequest,
-)
+from undertow.serving.http.routes.schemas import Accepted, CertificateView, Imported, JobView, PolicyRequest
 from undertow.serving.http.routes.streaming import started
 from undertow.serving.http.service import Again, RespondAsync, Sender, Served, Service, Tenant
 

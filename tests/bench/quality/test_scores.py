@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 
 from undertow.bench.quality.judge.f1_bleu import bleu_1, f1, stems
-from undertow.bench.quality.run.summary import (
-    construction_cost,
-    evidence_shown,
-    latency,
-    query_cost,
-    scores,
-)
+from undertow.bench.quality.run.summary import construction_cost, evidence_shown, latency, query_cost, scores
 from undertow.engine.base.model import Usage
 
 

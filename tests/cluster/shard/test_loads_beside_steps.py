@@ -167,9 +167,7 @@ async def test_a_tenant_that_was_evicted_meanwhile_is_read_with_its_last_turns(t
         assert tenant is not None and tenant.next_seq == 6
 
 
-async def test_a_tenant_that_was_loaded_before_the_thread_reads_stays_as_it_is(
-    tmp_path: Path,
-) -> None:
+async def test_a_tenant_that_was_loaded_before_the_thread_reads_stays_as_it_is(tmp_path: Path) -> None:
     given = settings(theta_count=1_000)
     with Engine(tmp_path, given, PARTS.encoder(given)) as engine:
         engine.add_batch(some("ann", *range(5)))

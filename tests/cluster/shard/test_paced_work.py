@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from undertow.engine.base.pacing import Pacing, Served
-from undertow.engine.base.queries import EraseCommand, ExplainQuery
+from undertow.engine.base.queries import ApiCall, EraseCommand, EventsQuery, ExplainQuery, SearchQuery
 from undertow.engine.cluster.shard import beside, engine_work
 from undertow.engine.cluster.shard.commands import Command, FairQueue
 from undertow.engine.cluster.shard.engine_work import EngineWork
@@ -79,6 +79,26 @@ async def test_long_calls_of_who_had_many_wait_while_others_are_served(tmp_path:
         world.now_s += LATER_S
         for records in await asyncio.gather(*heavy):
             assert [record["seq"] for record in records] == [0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda key: SearchQuery("ann", "word", explain=True),
+        lambda key: EventsQuery({}, frozenset([key]), 100, asker="ann"),
+    ],
+)
+async def test_an_explained_search_and_a_reading_of_events_are_such_calls(
+    tmp_path: Path, call: Callable[[str], ApiCall[Any]]
+) -> None:
+    async with shard(tmp_path) as world:
+        world.work._long.pacing.worked("ann", MUCH_S)
+        await world.ask("bob")
+        heavy = asyncio.create_task(world.memories.call(call(world.memories.tenant_key("ann"))))
+        await world.rounds()
+        assert not heavy.done()
+        world.now_s += LATER_S
+        assert await heavy
 
 
 async def test_they_wait_beside_a_call_of_theirs_that_began_and_was_put_off(tmp_path: Path) -> None:

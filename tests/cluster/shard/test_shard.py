@@ -86,11 +86,7 @@ def test_a_full_shard_refuses_and_keeps_the_order(start: Start) -> None:
     release()
     assert first.result(SOON_S).column("seq").to_pylist() == list(range(6))
     assert not behind.done()
-    assert slow.add(pack(some("ann", 6, 7, 8)), again).result(SOON_S).column("seq").to_pylist() == [
-        6,
-        7,
-        8,
-    ]
+    assert slow.add(pack(some("ann", 6, 7, 8)), again).result(SOON_S).column("seq").to_pylist() == [6, 7, 8]
     assert behind.result(SOON_S).column("seq").to_pylist() == [9]
 
 
@@ -100,12 +96,7 @@ def test_a_call_that_waits_for_a_block_is_not_overtaken(
     monkeypatch.setattr(call_queue, "BLOCK_TURNS", 5)
     shard = start(batch_turns=2)
     senders = [Sender(shard, name) for name in ("bulk", "mixed", "late", "other")]
-    calls = [
-        some("ann", *range(8)),
-        some("ann", 8) + some("bob", 0),
-        some("bob", 1),
-        some("cat", 0),
-    ]
+    calls = [some("ann", *range(8)), some("ann", 8) + some("bob", 0), some("bob", 1), some("cat", 0)]
     release = hold(shard)
     futures = [shard.add(pack(turns), s.stamp()) for s, turns in zip(senders, calls, strict=True)]
     ended: list[Future[pa.Table]] = []

@@ -15,13 +15,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.base.config import Settings
 from undertow.engine.encoders.hashing import HashingEncoder
-from undertow.engine.estimate.calibrate import (
-    PairCosines,
-    Vectors,
-    calibrate,
-    calibrate_memories,
-    walk,
-)
+from undertow.engine.estimate.calibrate import PairCosines, Vectors, calibrate, calibrate_memories, walk
 
 LOCOMO = Path(__file__).resolve().parents[4] / "shared" / "data" / "locomo_dev.json"
 
@@ -107,9 +101,7 @@ def test_thresholds_between_memories_link_a_share_of_their_own_pairs() -> None:
 def test_facts_of_one_episode_are_not_compared_with_each_other() -> None:
     """A distillation's facts are compared with those stored before. Facts may lack an episode."""
     rows = [fact("a", X, "e"), fact("b", X, "e"), fact("c", Y, "f"), fact("d", Y, None), fact("g", Y, None)]
-    reports: Any = SimpleNamespace(
-        memory_vectors=lambda tenant, kind: iter(rows if kind == "fact" else ()),
-    )
+    reports: Any = SimpleNamespace(memory_vectors=lambda tenant, kind: iter(rows if kind == "fact" else ()))
     found = calibrate_memories(reports, 0.3, tenant="ann")
     assert found["fact_pairs"] == 9, "ten pairs, one of them of one episode"
     assert found["theta_compare"] == pytest.approx(1.0, abs=0.001), "three of nine pairs are alike"

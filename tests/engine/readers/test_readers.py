@@ -18,15 +18,7 @@ from hypothesis import strategies as st
 from undertow.engine.base.model import InputError, Message, Turn, time_key
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.cluster.wire import pack
-from undertow.engine.readers import (
-    Format,
-    jsonl,
-    pair_chat,
-    pair_dialogue,
-    parse_messages,
-    plain_rows,
-    read,
-)
+from undertow.engine.readers import Format, jsonl, pair_chat, pair_dialogue, parse_messages, plain_rows, read
 from undertow.engine.readers import blocks as readers_blocks
 from undertow.engine.readers.messages import LineParser
 from undertow.engine.readers.record import OrderWatch

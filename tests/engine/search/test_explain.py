@@ -8,12 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn
 from undertow.engine.base.results import MAX_LEFT_OUT, Explanation, Hit, ScoreParts, SearchResult
+from undertow.engine.search.analyzer import Analyzer
+from undertow.engine.search.related_words import related
+from undertow.engine.search.score_parts import PartsOfScores
 
 from ...support.engine import NEVER, open_engine, turn_of
 
@@ -162,3 +166,21 @@ def test_words_that_weigh_more_are_named(tmp_path: Path) -> None:
         how = engine.search("ann", "what did ann do in the harbour", explain=True).explanation
     assert how is not None
     assert how.telling_words == "harbour"
+
+
+def test_the_words_that_match_are_those_of_the_definition() -> None:
+    no: Any = None
+    drawn, told = random.Random(3), 0
+    words = [*WORDS, "exercise", "gym", "dog", "cat", "pet", "school", "teacher", "ship", "sea", "the"]
+    for _ in range(300):
+        query, text = (" ".join(drawn.choices(words, k=drawn.randint(1, 12))) for _ in range(2))
+        asked, held = Analyzer().by_term(query), Analyzer().by_term(text)
+        near, closeness = related(np.fromiter(asked, np.uint32))
+        expected = []
+        for (term, word), others, counts in zip(asked.items(), near.tolist(), closeness, strict=True):
+            instead = [held[o] for o, c in zip(others, counts, strict=True) if c > 0 and o in held]
+            expected += [word] if term in held else [f"{word} ~ {instead[0]}"] if instead else []
+        parts = PartsOfScores(no, no, no, no, no, query)
+        assert parts._matched(text) == tuple(expected)
+        told += sum("~" in word for word in expected)
+    assert told > 100

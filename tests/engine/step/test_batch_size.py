@@ -10,13 +10,7 @@ import pytest
 from undertow.engine.api.ingest_files import Ingest
 from undertow.engine.base.pacing import Pacing
 from undertow.engine.step import scheduler
-from undertow.engine.step.batch_size import (
-    ADMISSION_S,
-    DECIDING_SHARE,
-    LEAST_TURNS,
-    MOST_TURNS,
-    BatchSizer,
-)
+from undertow.engine.step.batch_size import ADMISSION_S, DECIDING_SHARE, LEAST_TURNS, MOST_TURNS, BatchSizer
 from undertow.engine.step.scheduler import StepReport
 from undertow.engine.tenants.registry import ArenaFull
 

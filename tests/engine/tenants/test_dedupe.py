@@ -42,12 +42,7 @@ HASHES: dict[str, Callable[[str], int]] = {
 ARRIVALS = st.tuples(st.sampled_from(TENANTS), st.integers(0, 30), st.integers(0, 1), st.booleans())
 # a batch of turns; the deletion of a turn; the eviction of a tenant
 STEPS = st.lists(
-    st.one_of(
-        st.lists(ARRIVALS, max_size=12),
-        st.integers(0, 30),
-        st.sampled_from(TENANTS),
-    ),
-    max_size=8,
+    st.one_of(st.lists(ARRIVALS, max_size=12), st.integers(0, 30), st.sampled_from(TENANTS)), max_size=8
 )
 # of each tenant: key, text, effective timestamp; None for a deleted turn
 Model = dict[str, list[tuple[str, str, str | None] | None]]

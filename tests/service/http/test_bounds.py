@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 import time
@@ -206,6 +207,23 @@ def test_connections_above_the_limit_get_a_problem(tmp_path: Path) -> None:
         with Wire(running) as third:
             status, problem = third.heard()
     assert (status, problem["type"]) == (429, "urn:undertow:error:connections")
+
+
+def test_a_connection_is_freed_when_it_ends_not_by_the_collector(running: Running, key: str) -> None:
+    def kept() -> list[protocol.Protocol]:
+        made = [one for one in gc.get_objects() if type(one) is protocol.Protocol]
+        return [one for one in made if one not in one.connections]
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with Wire(running) as wire:
+                wire.head(key, path="/v1/stats", method="GET")
+                assert wire.answer().status == 200
+        wait_until(lambda: not kept())
+    finally:
+        gc.enable()
 
 
 def test_a_get_with_a_large_body(running: Running, key: str) -> None:

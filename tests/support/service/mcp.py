@@ -16,15 +16,8 @@ from .http import SOON_S
 # the SDK's client in the newest protocol, and in that of clients with an initialize handshake
 MODES = ("auto", "legacy")
 TOOLS = {
-    "add_memory",
-    "search_memories",
-    "list_memories",
-    "get_memory",
-    "memory_history",
-    "update_memory",
-    "delete_memory",
-    "delete_all_memories",
-    "answer_question",
+    *("add_memory", "search_memories", "list_memories", "get_memory", "memory_history"),
+    *("update_memory", "delete_memory", "delete_all_memories", "answer_question"),
 }
 EVERY_TOOL = TOOLS | {"list_tenants"}
 

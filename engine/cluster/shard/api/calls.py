@@ -182,7 +182,9 @@ class ApiCalls:
             known: Future[dict[str, EventPage]] = Future()
             known.set_result({self._shard: page})
             return known
-        return self._ask(lambda engine: engine.call(query), reads=True, reads_journal=True)
+        return self._ask(
+            lambda engine: engine.call(query), tenant=query.asker, reads=True, reads_journal=True
+        )
 
     def _after_index_build(
         self, query: SearchQuery | AnswerQuery, act: Callable[[Engine], T | NotYet]

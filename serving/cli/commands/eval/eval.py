@@ -28,8 +28,7 @@ LlmModel = Annotated[
     str | None, typer.Option("--llm-model", metavar="NAME", help="Model at --llm; left out: its first.")
 ]
 JudgeLlm = Annotated[
-    str | None,
-    typer.Option("--judge-llm", metavar="URL|off", help="The judge's server; left out: the same."),
+    str | None, typer.Option("--judge-llm", metavar="URL|off", help="The judge's server; left out: the same.")
 ]
 JudgeModel = Annotated[
     str | None, typer.Option("--judge-model", metavar="NAME", help="Model of the judge; left out: its first.")

@@ -109,12 +109,7 @@ async def search(call: Call) -> Any:
     top_k = default if body.get("top_k") is None else body["top_k"]
     if isinstance(top_k, int) and top_k > MOST_HITS:
         raise bad_field("top_k", f"is {top_k}; ask for at most {MOST_HITS} here.")
-    asked = {
-        "query": body.get("query"),
-        "filters": where,
-        "top_k": top_k,
-        "threshold": body.get("threshold"),
-    }
+    asked = {"query": body.get("query"), "filters": where, "top_k": top_k, "threshold": body.get("threshold")}
     try:
         found = await call.ask("POST", tenant, "/search", asked)
     except UnknownTenant:

@@ -111,10 +111,7 @@ def test_an_item_without_text_is_its_value_and_lines_of_items_are_read(tmp_path:
     items = [ITEM, {**ITEM, "key": "soup", "value": {"likes": "soup", "stars": 1}}]
     path.write_text("\n".join(map(json.dumps, items)))
     assert detect_format(path) == "langgraph"
-    assert texts(path, None, "langgraph") == [
-        "user: Ann likes herring.",
-        'user: {"likes":"soup","stars":1}',
-    ]
+    assert texts(path, None, "langgraph") == ["user: Ann likes herring.", 'user: {"likes":"soup","stars":1}']
     (error,) = errors(write_json(tmp_path / "bad.json", [{**ITEM, "namespace": "ann"}]))
     assert error.field == "namespace"
 

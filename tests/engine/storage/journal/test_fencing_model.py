@@ -245,10 +245,7 @@ def test_a_writer_whose_claim_was_overwritten_renews_it_while_another_opens_in_e
     assert count == 3_003
 
 
-@given(
-    st.lists(st.integers(0, 2), max_size=90),
-    st.lists(st.text("ldf", max_size=4), min_size=3, max_size=3),
-)
+@given(st.lists(st.integers(0, 2), max_size=90), st.lists(st.text("ldf", max_size=4), min_size=3, max_size=3))
 @settings(max_examples=1500, deadline=None)
 def test_three_writers_in_any_interleaving(schedule: list[int], commits: list[str]) -> None:
     run(schedule, commits)
