@@ -33,9 +33,9 @@ class PartsOfScores:
         self._vector = vector
         self._analyzer = Analyzer()
         self._asked = self._analyzer.by_term(words)
-        self._words, self._number = list(self._asked.values()), {t: n for n, t in enumerate(self._asked)}
-        # by a related term, the words that it stands for: the number of each, and its own place among theirs
-        self._stands_for: dict[int, list[tuple[int, int]]] = {}
+        # by term, the words that it stands for: the number of each, and its place among the related terms of
+        # that word; a word's own term has place -1
+        self._stands_for: dict[int, list[tuple[int, int]]] = {t: [(n, -1)] for n, t in enumerate(self._asked)}
         near, closeness = related(np.fromiter(self._asked, np.uint32))
         for n, place in np.argwhere(closeness > 0).tolist():
             self._stands_for.setdefault(int(near[n, place]), []).append((n, place))
@@ -93,12 +93,11 @@ class PartsOfScores:
     def _matched(self, text: str) -> tuple[str, ...]:
         """The words of the query that a text has, or a related word of."""
         held = self._analyzer.by_term(text)
-        instead: dict[int, tuple[int, str]] = {}  # of each word the nearest
+        nearest: dict[int, tuple[int, str]] = {}
         for term, word in held.items():
             for n, place in self._stands_for.get(term, ()):
-                instead[n] = min(instead.get(n, (place, word)), (place, word))
-        own = {self._number[term] for term in held if term in self._number}
+                nearest[n] = min(nearest.get(n, (place, word)), (place, word))
+        asked = list(self._asked.values())
         return tuple(
-            self._words[n] if n in own else f"{self._words[n]} ~ {instead[n][1]}"
-            for n in sorted(own | instead.keys())
+            asked[n] if place < 0 else f"{asked[n]} ~ {word}" for n, (place, word) in sorted(nearest.items())
         )

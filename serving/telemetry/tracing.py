@@ -40,8 +40,9 @@ from undertow.prompts.operations import QUERY_OPERATIONS
 SERVICE = "undertow"
 
 _W3C = TraceContextTextMapPropagator()
-# offset from time.perf_counter to wall-clock nanoseconds
-_EPOCH_NS = time.time_ns() - time.perf_counter_ns()
+# offset from time.perf_counter to wall-clock nanoseconds, until the wall clock is set by more than _STEP_NS
+_epoch_ns = time.time_ns() - time.perf_counter_ns()
+_STEP_NS = 100_000_000
 
 
 class TracingSettings(BaseSettings):
@@ -265,4 +266,12 @@ def _fail(span: Span, error: str | None) -> None:
 
 
 def _wall_ns(seconds: float) -> int:
-    return int(seconds * 1e9) + _EPOCH_NS
+    """The wall clock at a moment of time.perf_counter.
+
+    All spans share one offset. With a new one for each, a span could begin before its parent.
+    """
+    global _epoch_ns
+    now_ns = time.time_ns() - time.perf_counter_ns()
+    if abs(now_ns - _epoch_ns) > _STEP_NS:
+        _epoch_ns = now_ns
+    return int(seconds * 1e9) + _epoch_ns

@@ -105,6 +105,7 @@ def test_numbers_made_by_hand(backend: Backend) -> None:
     assert readings.nearest_row.tolist() == [1, -1, 1, 1]
     assert readings.nearest_score.tolist() == [0.5, -np.inf, 1.0, 0.5]
     assert readings.count.tolist() == [3, 5, 4, 1]
+    assert (readings.count > np.diff(readings.offsets)).tolist() == [True, False, False, False]
     assert readings.offsets.tolist() == [0, 2, 7, 11, 12]
     assert readings.rows.tolist() == [0, 1, 0, 1, 3, 2, 5, 1, 0, 2, 3, 0]
     assert readings.scores.tolist() == [1, 0.5, 1, 0.5, 0.5, 0, -1, 1, 0.5, 0.5, 0.5, 1]
@@ -147,6 +148,7 @@ def test_a_segment_of_100_000_equal_rows_and_small_ones() -> None:
     assert readings.count.tolist() == [100_000, 3, 77_777, 100_000]
     assert readings.nearest_row.tolist() == [0, 0, -1, 0]
     assert readings.rows.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, *range(100_000)]
+    assert (readings.count > np.diff(readings.offsets)).tolist() == [True, False, True, False]
     same(readings, Gate(arena).read(**asked))
     same(readings, numba_gate(arena, threads=1).read(**asked))
 

@@ -26,11 +26,8 @@ _ANSWERING = (
 _TIERS = tuple(field.name for field in fields(Tiers))
 SETTINGS = (
     *_ANSWERING,
-    *(
-        *("ablation", "management", "nemori_index", "himem_align_notes", "himem_align_episodes"),
-        "himem_self_evolution",
-    ),
-    *("himem_max_notes", "salience_turns", "salience_day_tokens", "quiet_share"),
+    *("ablation", "management", "nemori_index", "himem_align_notes", "himem_align_episodes"),
+    *("himem_self_evolution", "himem_max_notes", "salience_turns", "salience_day_tokens", "quiet_share"),
     *("profile", "theta_evoke", "theta_compare", "window_messages", "short_term_pages", "heat_threshold"),
     "tenant_token_budget",
     *("encoder", "embed_timestamp", "llm_model", "llm_extra_body", "context_tokens", "reply_tokens"),

@@ -24,7 +24,7 @@ TENANT = "hostile"
 # as many as one tenant may have under way
 AT_ONCE = 32
 MESSAGES_A_TURN = 2
-# it has so many turns before
+# what it has stored before
 ADDS_BEFORE = 2
 BASE = f"/v1/tenants/{TENANT}"
 METADATA = {f"key{n}": f"value{n}" for n in range(MAX_FILTER_KEYS)}
@@ -41,7 +41,7 @@ class Target(NamedTuple):
 
 
 def hostile_part(filled: Filled, mix: Mix, durability: str, seconds: float, rate: float) -> Figures:
-    """The others' latencies without the tenant, with it, and without it again; and their ratio."""
+    """The others' latencies without the tenant's requests, beside them, and beside its erasures too."""
     spawned = get_context("spawn")
     # a process of its own, as the others' client would wait for what it does with the answers
     with filled.loaded(mix, durability) as load, ProcessPoolExecutor(1, spawned) as attacker:
@@ -143,9 +143,9 @@ def attacks(target: Target) -> dict[str, bytes]:
         "flush": sent("POST", "/flush", {}),
         "jobs": sent("GET", "/jobs"),
         "over MCP": _accepts_events(request(host, target.key, "POST", f"/mcp/{TENANT}", mcp)),
-        # refused: there is no LLM, the tenant has memories, and the last one is not there
+        # refused: there may be no LLM, the tenant has memories, and the last one is not there
         "answer": sent("POST", "/answer", {"question": query}),
-        "import": sent("POST", "/import", None, target.export),
+        "import": sent("POST", "/import", target.export),
         "stats of no tenant": sent("GET", "-unknown/stats"),
     }
 
@@ -162,8 +162,8 @@ def about(target: Target, memory_id: str, second_id: str, text: str) -> dict[str
 
 
 def erasures(target: Target) -> dict[str, bytes]:
-    """After each, its export can be imported again."""
-    imported = _sent_to(target, "POST", "/import", None, target.export)
+    """Each, and an import of what it has erased."""
+    imported = _sent_to(target, "POST", "/import", target.export)
     names = {"delete all": "/memories", "erase": ""}
     return {
         f"{name}{then}": sent
@@ -172,9 +172,8 @@ def erasures(target: Target) -> dict[str, bytes]:
     }
 
 
-def _sent_to(target: Target, method: str, path: str, body: object = None, data: bytes = b"") -> bytes:
-    sent = request(urlsplit(target.url).netloc, target.key, method, BASE + path, body)
-    return sent.replace(b"Length: 0\r\n", b"Length: %d\r\n" % len(data)) + data if data else sent
+def _sent_to(target: Target, method: str, path: str, body: object = None) -> bytes:
+    return request(urlsplit(target.url).netloc, target.key, method, BASE + path, body)
 
 
 def _accepts_events(sent: bytes) -> bytes:

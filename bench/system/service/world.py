@@ -165,8 +165,8 @@ def _search(host: str, key: str, tenant: str, query: str) -> Request:
 
 
 def request(host: str, key: str, method: str, path: str, body: object = None) -> bytes:
-    """The bytes of a request, with a JSON body unless that is None."""
-    data = b"" if body is None else json.dumps(body).encode()
+    """The bytes of a request. `body`: bytes as they are, None: none, all else as JSON."""
+    data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,7 +90,7 @@ def links_to(span: ReadableSpan, other: ReadableSpan) -> bool:
 def test_a_request_is_one_trace_with_the_steps_that_serve_it_linked(
     tmp_path: Path, drawn: EngineParts, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("undertow.serving.telemetry.tracing._EPOCH_NS", 0)  # the wall clock may be set anew
+    monkeypatch.setattr("undertow.serving.telemetry.tracing._epoch_ns", 0)  # the wall clock was set
     with serving(tmp_path, parts=drawn, engine={"theta_count": 2, "theta_sim": 0.1}) as service:
         client = service.client()
         for day in range(4):
@@ -108,6 +109,7 @@ def test_a_request_is_one_trace_with_the_steps_that_serve_it_linked(
         (call,) = (span for span in made if span.name == "shard add" and inside(span, add))
         assert add.start_time is not None and call.start_time is not None
         assert add.start_time <= call.start_time
+        assert abs(add.start_time - time.time_ns()) < 600e9
         steps = [span for span in made if span.name == "step" and links_to(span, add)]
         assert steps and all(step.parent is None for step in steps)
         phases = {span.name for span in made for step in steps if inside(span, step)}
