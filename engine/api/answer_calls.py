@@ -50,6 +50,13 @@ class PendingAnswer:
     due: dict[str, Usage] = field(default_factory=dict)
     given: tuple[str, SearchResult] | None = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether `heard` has nothing to do, as the LLM's reply or the rerank has not come."""
+        if self.rerank is not None:
+            return self.rerank.waits
+        return self.call is not None and not self.call.done()
+
     def spend(self, usage: Usage) -> None:
         """Add the cost of the last call."""
         assert self.say is not None, "there was a call"

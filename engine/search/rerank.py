@@ -95,11 +95,16 @@ class Rerank:
         self.settle()
         return self
 
+    @property
+    def waits(self) -> bool:
+        """Whether it is under way and in time."""
+        return not self.scores.done() and time.monotonic() < self.due_s
+
     def settle(self) -> str | None:
         """How it ended: "rerank", "rerank_late" or "rerank_failed"; None: it is under way."""
+        if self.waits:
+            return None
         if not self.scores.done():
-            if time.monotonic() < self.due_s:
-                return None
             self.scores.cancel()
             log.warning("a rerank is late: the order of the search stays")
             return "rerank_late"

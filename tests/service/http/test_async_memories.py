@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,12 @@ import pytest
 from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.base.queries import AnswerQuery, FlushCommand, SearchQuery, StatsQuery
 from undertow.engine.base.results import Answer
+from undertow.engine.cluster.shard.engine_work import EngineWork
 from undertow.engine.cluster.shard.supervisor import EngineParts
+from undertow.engine.llm.client import Completion, OnText
+from undertow.engine.search import ranking
 from undertow.engine.step.admission import QueueFull
+from undertow.prompts.builders import Prompt
 from undertow.serving.async_memories import AsyncMemories, open_memories
 
 from ...support.cluster.in_process import PARTS, settings
@@ -44,9 +49,14 @@ class Held:
         self.llm = HeldLLM()
         self.parts = EngineParts(PARTS.encoder, lambda _: self.llm)
 
+    @property
+    def answers(self) -> list[Future[Completion]]:
+        """The LLM calls of answers; those of decisions are held beside them."""
+        return [call for _, prompt, call in self.llm.held if prompt.operation == "answer"]
+
     async def asked(self, count: int) -> None:
         """Wait until so many answers are asked for."""
-        while len(self.llm.held) < count:
+        while len(self.answers) < count:
             await asyncio.sleep(0.005)
 
 
@@ -67,6 +77,35 @@ async def test_many_calls_wait_without_a_thread_each(tmp_path: Path) -> None:
         assert all(texts)
 
 
+async def test_answers_under_way_hold_back_no_other_call_of_a_large_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranking, "QUICK_ROWS", 1)
+    held, parts, long_part = Held(), list[object](), EngineWork.long_part
+
+    def noted(work: EngineWork) -> Callable[[], object] | None:
+        parts.append(part := long_part(work))
+        return part
+
+    def streamed_later(prompt: Prompt, *, tenant: str, on_text: OnText) -> Future[Completion]:
+        return held.llm.submit(prompt, tenant=tenant)
+
+    monkeypatch.setattr(held.llm, "stream", streamed_later)
+    async with opened(tmp_path / "store", held.parts) as memories, asyncio.timeout(30.0):
+        await memories.add(some("ann", *range(5)))
+        query = AnswerQuery("ann", "What of word3?")
+        answers = [asyncio.create_task(memories.call(query)) for _ in range(3)]
+        streamed = asyncio.create_task(anext(memories.answer_stream(query)))
+        await held.asked(4)
+        monkeypatch.setattr(EngineWork, "long_part", noted)
+        await asyncio.sleep(0.05)
+        assert not any(parts), "no thread asks for them again and again"
+        found = await memories.call(SearchQuery("ann", "word3", k_sub=1))
+        assert "word3" in found.turns[0].memory and any(parts)
+        held.llm.release()
+        assert await streamed and all(answer.text for answer in await asyncio.gather(*answers))
+
+
 async def asked_once(memories: AsyncMemories, held: Held) -> asyncio.Task[Answer]:
     """A question whose prompt the LLM holds."""
     await memories.add(some("ann", 1))
@@ -82,7 +121,7 @@ async def test_a_cancelled_call_ends_and_others_continue(tmp_path: Path) -> None
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        call = held.llm.held[0][2]
+        (call,) = held.answers
         while not call.cancelled():  # its LLM call is given up
             await asyncio.sleep(0.005)
         with pytest.raises(TimeoutError):

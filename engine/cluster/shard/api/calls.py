@@ -193,7 +193,7 @@ class ApiCalls:
         asked = self._ask(
             prepared,
             wait=True,
-            is_quick=lambda engine: is_quick_call(engine, query),
+            is_quick=prepared.is_quick,
             tenant=query.tenant,
             searches=isinstance(query, SearchQuery),
             loads=True,
@@ -223,13 +223,12 @@ class ApiCalls:
                 asked = begun
             return engine.heard(asked[1])
 
-        asks = self._ask(
-            answer,
-            wait=True,
-            is_quick=lambda engine: is_quick_call(engine, query),
-            tenant=query.tenant,
-            loads=True,
-        )
+        def is_quick(engine: Engine) -> bool:
+            if asked is None or asked[0] is not engine:
+                return ready.is_quick(engine)
+            return asked[1].waits or is_quick_call(engine, query)
+
+        asks = self._ask(answer, wait=True, is_quick=is_quick, tenant=query.tenant, loads=True)
         return ready.promised(asks)
 
     def _asked(self, engine: Engine, query: AnswerQuery, stream: AnswerStream | None = None) -> PendingAnswer:
@@ -257,7 +256,10 @@ class ApiCalls:
                 opened, pending = engine, self._asked(engine, query, stream)
             return engine.heard(pending)
 
-        heard = self._ask(hear, wait=True, is_quick=lambda engine: is_quick_call(engine, query))
+        def is_quick(engine: Engine) -> bool:
+            return (opened is engine and pending.waits) or is_quick_call(engine, query)
+
+        heard = self._ask(hear, wait=True, is_quick=is_quick)
         heard.add_done_callback(stream.end)
         return self.streams.add(stream)
 

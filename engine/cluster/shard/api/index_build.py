@@ -16,6 +16,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.queries import AnswerQuery, SearchQuery
 from undertow.engine.cluster.shard.commands import NotYet
+from undertow.engine.cluster.shard.quick import is_quick_call
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -96,6 +97,11 @@ class AfterIndexBuild(Generic[T]):
         """Whether the caller has cancelled the call."""
         return self._promise.cancelled()
 
+    def is_quick(self, engine: Engine) -> bool:
+        """Also while it waits for another search's index: a thread would ask it again and again."""
+        waits = self._waits and self._builds.holder not in (None, self)
+        return waits or is_quick_call(engine, self._query)
+
     def __call__(self, engine: Engine) -> T | NotYet | None:
         try:
             if self.cancelled:
@@ -127,5 +133,6 @@ class AfterIndexBuild(Generic[T]):
         return self._rows <= rows
 
     def _leave(self) -> None:
+        self._waits = False
         if self._builds.holder is self:
             self._builds.holder = None
