@@ -6,56 +6,41 @@ As oracle: nothing of how the engine works, only its prompts' wording, encoder, 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import Turn, memory_id
+from undertow.engine.base.model import Turn
 from undertow.engine.encoders.base import Encoder
-from undertow.engine.llm.client import BadReply, LLMClient
+from undertow.engine.llm.client import LLMClient
 from undertow.prompts.builders import Prompt, ShownMemory, ShownTurn, annotate_prompt, connect_prompt
 
-from .run import Oracle, OracleDecision, OracleMemory, exact_dot
+from .run import Oracle, OracleMemory
 
 NEIGHBOURS = 5
 
 
 class OracleAMem(Oracle):
-    """Takes the turns of one tenant in order of seq; `decisions`, `versions`, `prompts` tell what came."""
-
     def __init__(self, tenant: str, encoder: Encoder, llm: LLMClient, settings: Settings) -> None:
-        super().__init__(tenant, encoder, llm)
-        self._room = settings.context_tokens - settings.reply_tokens
+        super().__init__(tenant, encoder, llm, settings)
         self._words: dict[str, str] = {}  # by id of a note: its message
         self.episodes: dict[str | None, tuple[int, ...]] = {}  # their turns, where the notes are of facts
 
     def take(self, seq: int, turn: Turn) -> None:
         """A note for each message; if one fails, none."""
-        turn = self._dated(turn)
-        before = len(self.versions)
-        what = "fired"
-        try:
-            for line, message in enumerate(turn.messages):
-                identity = memory_id(self.tenant, 1, seq, "fact", line)
-                new = OracleMemory(identity, "fact", 1, "", (seq,), seq, seq, line, turn.timestamp)
-                new = replace(new, source_messages=((seq, line),))
-                self.note(new, f"{message.speaker}: {message.content}")
-        except BadReply:
-            del self.versions[before:]
-            what = "parked"
-        self.decisions.append(OracleDecision(seq, what, False, None, None, (seq,), (seq,)))
+        self._hear(seq, turn)
+        self._decide_on(seq, (seq,), partial(self._note_each_message, seq))
 
-    def current(self) -> list[OracleMemory]:
-        """The newest version of each note, in order of birth."""
-        newest = {note.id: note for note in self.versions}
-        return sorted(newest.values(), key=lambda note: (note.born_at_seq, note.ordinal))
+    def _note_each_message(self, seq: int) -> None:
+        for line, message in enumerate(self.turns[seq].messages):
+            new = self._first("fact", "", (seq,), source_messages=((seq, line),))
+            self.note(new, f"{message.speaker}: {message.content}")
 
     def note(self, new: OracleMemory, said: str) -> None:
         """Add the note `new` of a message, or of a fact."""
         time = new.timestamp
         text = self._text(said, self._ask(annotate_prompt(ShownTurn(1, time, said))))
-        vector = self._embed(text)
-        near = sorted(self.current(), key=lambda n: -exact_dot(vector, self._embed(n.text)))[:NEIGHBOURS]
-        near = self._with_room(time, text, near)
+        near = self._with_room(time, text, self._nearest(text, self.current("fact"), NEIGHBOURS))
         links: list[Any] = []
         changes: list[Any] = []
         if near:
@@ -64,7 +49,7 @@ class OracleAMem(Oracle):
         named = dict.fromkeys(links) if all(1 <= n <= len(near) for n in links) else {}
         self._words[new.id] = said
         ids = tuple(near[n - 1].id for n in named)
-        self.versions.append(replace(new, text=text, links=ids))
+        self.made.append(replace(new, text=text, links=ids))
         seen = {*new.sources, *new.shown}
         for note in near:
             seen |= self._own(note)
@@ -74,13 +59,11 @@ class OracleAMem(Oracle):
                 changed = self._text(self._words[note.id], change)
                 beside = [text, *(other.text for other in near if other.id != note.id)]
                 if changed.split("\n")[-1] not in [each.split("\n")[-1] for each in beside]:
-                    self._evolve(new.made_at_seq, note, changed, seen)
+                    self._evolve(note, changed, seen)
 
-    def _evolve(self, seq: int, note: OracleMemory, text: str, seen: set[int]) -> None:
+    def _evolve(self, note: OracleMemory, text: str, seen: set[int]) -> None:
         if text != note.text:
-            shown = tuple(sorted({*note.shown, *seen} - {*note.sources}))
-            newer = replace(note, version=note.version + 1, made_at_seq=seq, text=text, shown=shown)
-            self.versions.append(newer)
+            self._next(note, text, (), {*note.shown, *seen})
 
     def _own(self, note: OracleMemory) -> set[int]:
         """The turns of a note's message, or those of its fact's episode that it may tell of."""
@@ -91,11 +74,11 @@ class OracleAMem(Oracle):
         }
 
     def _with_room(self, time: str | None, text: str, near: list[OracleMemory]) -> list[OracleMemory]:
-        if self._prompt(time, text, near).size_tokens <= self._room:
+        if self._fits(self._prompt(time, text, near)):
             return near
         kept: list[OracleMemory] = []
         for note in near:
-            if self._prompt(time, text, [*kept, note]).size_tokens <= self._room:
+            if self._fits(self._prompt(time, text, [*kept, note])):
                 kept.append(note)
         return kept
 

@@ -6,16 +6,17 @@ As oracle: nothing of how the engine works, only its prompts' wording, encoder, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import Turn, memory_id, time_key
+from undertow.engine.base.model import Turn, time_key
 from undertow.engine.encoders.base import Encoder
-from undertow.engine.llm.client import BadReply, LLMClient
-from undertow.prompts.builders import ShownMemory, ShownTurn, persona_prompt, topic_prompt
+from undertow.engine.llm.client import LLMClient
+from undertow.prompts.builders import ShownTurn, persona_prompt, topic_prompt
 
-from .run import Oracle, OracleDecision, OracleMemory, exact_dot
+from .run import Oracle, OracleMemory, exact_dot, listed
 
 THETA, MU, SEGMENTS = 0.6, 10_000_000, 200
 LINES = {"profile": 20, "knowledge": 100, "agent": 100}
@@ -32,72 +33,53 @@ class OraclePage:
 
 
 class OracleMemoryOS(Oracle):
-    """Takes the records of one tenant's log in order; `decisions`, `versions`, `prompts` tell what came."""
-
     def __init__(self, tenant: str, encoder: Encoder, llm: LLMClient, settings: Settings) -> None:
-        super().__init__(tenant, encoder, llm)
-        self._settings = settings
+        super().__init__(tenant, encoder, llm, settings)
         self.pages: dict[Any, OraclePage] = {}  # by seq, or by id of a fact
         self.of_facts = False
-        self.times: dict[int, str | None] = {}
         self._short: list[int] = []
-        self._room = settings.context_tokens - settings.reply_tokens
-        # of the record at hand
-        self._seq = 0
-        self._made: list[OracleMemory] = []
 
     def take(self, seq: int, turn: Turn) -> None:
         """Of too many pages the oldest leaves short-term memory."""
-        time = self.times[seq] = self._dated(turn).timestamp
+        self._hear(seq, turn)
+        time = self.turns[seq].timestamp
         self.pages[seq] = OraclePage(turn.text, time, (seq,), frozenset((seq,)))
         self._short.append(seq)
-        if len(self._short) <= self._settings.short_term_pages:
+        if len(self._short) <= self.settings.short_term_pages:
             self._wait(seq)
             return
         page = self._short.pop(0)
-        self._seq, self._made = seq, []
-        what = "fired"
-        try:
-            self._file(page)
-            self.versions += self._made
-        except BadReply:
-            what = "parked"
-        self._made = []
-        self.decisions.append(OracleDecision(seq, what, False, None, None, (page,), (page,)))
+        self._decide_on(seq, (page,), partial(self._file, page))
 
     def file(
         self, seq: int, before: list[OracleMemory], made: list[OracleMemory], most: int
     ) -> list[OracleMemory]:
         """What record `seq` has made, with the pages filed that are too many for short-term memory."""
-        self.versions, self._made, self._seq = before, made, seq
+        self.versions, self.made, self.seq = before, made, seq
         filed = {i for m in (*before, *made) if m.fact_kind == "segment" for i in m.links}
-        short = [m.id for m in self._current("fact") if m.fact_kind == "page" and m.id not in filed]
+        short = [m.id for m in self.current("fact") if m.fact_kind == "page" and m.id not in filed]
         for page in short[: max(0, len(short) - most)]:
             self._file(page)
-        return self._made
-
-    def _current(self, kind: str) -> list[OracleMemory]:
-        newest = {m.id: m for m in [*self.versions, *self._made] if m.kind == kind}
-        return sorted((m for m in newest.values() if m.text), key=lambda m: (m.born_at_seq, m.ordinal))
+        return self.made
 
     # ---- mid-term memory
 
     def _segments(self) -> list[OracleMemory]:
         if not self.of_facts:
-            return self._current("episode")
-        return [m for m in self._current("fact") if m.fact_kind == "segment"]
+            return self.current("episode")
+        return [m for m in self.current("fact") if m.fact_kind == "segment"]
 
     def _file(self, page: Any) -> None:
         said = self._shown([page])
         about = self._ask(topic_prompt([], said))
         segment = self._segment(page, about.keywords)
         if segment is not None:
-            about = self._ask(topic_prompt([ShownMemory(1, segment.timestamp, segment.text)], said))
+            about = self._ask(topic_prompt(listed([segment]), said))
         words = sorted(self._words(about.keywords))
         text = f"{about.summary}\nKeywords: {', '.join(words)}"
         kinds = ("fact", "segment") if self.of_facts else ("episode", None)
         filed = self._save(kinds[0], text, [page], [page], segment, kinds[1])
-        if self._heat(filed, page) > self._settings.heat_threshold:
+        if self._heat(filed, page) > self.settings.heat_threshold:
             self._learn(self._unread(filed))
         segments = self._segments()
         if len(segments) > SEGMENTS:
@@ -126,7 +108,7 @@ class OracleMemoryOS(Oracle):
 
     def _unread(self, segment: OracleMemory) -> list[Any]:
         """The pages of a segment that no line was written of, whatever became of it."""
-        lines = [m for m in [*self.versions, *self._made] if m.kind == "fact" and m.fact_kind in LINES]
+        lines = [m for m in [*self.versions, *self.made] if m.kind == "fact" and m.fact_kind in LINES]
         read: set[Any] = {
             page for m in lines for page in (m.links if self.of_facts else (*m.sources, *m.shown))
         }
@@ -136,26 +118,24 @@ class OracleMemoryOS(Oracle):
 
     def _learn(self, pages: list[Any]) -> None:
         part: list[Any] = []
-        profile = self._profile()
+        profile = listed(self._profile())
         for page in pages:
-            if part and persona_prompt(self._shown([*part, page]), profile).size_tokens > self._room:
+            if part and not self._fits(persona_prompt(self._shown([*part, page]), profile)):
                 self._read(part)
                 part = []
             part.append(page)
         self._read(part)
         for kind, most in LINES.items():
-            lines = [m for m in self._current("fact") if m.fact_kind == kind]
+            lines = [m for m in self.current("fact") if m.fact_kind == kind]
             for line in lines[: max(0, len(lines) - most)]:
                 self._end(line)
 
-    def _profile(self) -> list[ShownMemory]:
-        lines = [m for m in self._current("fact") if m.fact_kind == "profile"]
-        return [ShownMemory(n, line.timestamp, line.text) for n, line in enumerate(lines, 1)]
+    def _profile(self) -> list[OracleMemory]:
+        return [m for m in self.current("fact") if m.fact_kind == "profile"]
 
     def _read(self, part: list[Any]) -> None:
-        lines = [m for m in self._current("fact") if m.fact_kind == "profile"]
-        free: list[Any] = [None, *lines]
-        reply = self._ask(persona_prompt(self._shown(part), self._profile()))
+        free: list[Any] = [None, *self._profile()]
+        reply = self._ask(persona_prompt(self._shown(part), listed(self._profile())))
         heard: list[str] = []
         for line in reply.lines:
             if line.text in heard:
@@ -163,7 +143,7 @@ class OracleMemoryOS(Oracle):
             heard.append(line.text)
             right = line.turns and all(1 <= n <= len(part) for n in line.turns)
             said = [part[n - 1] for n in line.turns] if right else part
-            same = [m for m in self._current("fact") if m.text == line.text and m.fact_kind in LINES]
+            same = [m for m in self.current("fact") if m.text == line.text and m.fact_kind in LINES]
             old = same[-1] if same else None
             if old is None and line.kind == "profile" and 0 < (line.replaces or 0) < len(free):
                 old = free[line.replaces]
@@ -181,28 +161,13 @@ class OracleMemoryOS(Oracle):
         old: OracleMemory | None,
         fact_kind: str | None,
     ) -> OracleMemory:
-        born = [m for m in self._made if m.kind == kind and m.born_at_seq == self._seq]
-        ordinal = len({m.id for m in born})
-        identity = memory_id(self.tenant, 1, self._seq, kind, ordinal)
-        new = OracleMemory(
-            identity, kind, 1, text, (), self._seq, self._seq, ordinal, None, fact_kind=fact_kind
-        )
         sources = {seq for page in said for seq in self.pages[page].sources}
         shown = {seq for page in part for seq in self.pages[page].reach}
-        links = part if self.of_facts else []
-        if old is not None:
-            new = replace(old, version=old.version + 1, text=text, made_at_seq=self._seq)
-            sources, shown, links = sources | {*old.sources}, shown | {*old.shown}, [*old.links, *links]
-        every = tuple(sorted(sources))
-        last = max(every, key=lambda s: (time_key(self.times[s]), s))
-        new = replace(
-            new, sources=every, shown=tuple(sorted(shown - sources)), links=tuple(dict.fromkeys(links))
-        )
-        self._made.append(replace(new, timestamp=self.times[last]))
-        return self._made[-1]
-
-    def _end(self, memory: OracleMemory) -> None:
-        self._made.append(replace(memory, version=memory.version + 1, made_at_seq=self._seq, text=""))
+        links = [*(old.links if old is not None else ()), *(part if self.of_facts else ())]
+        more: dict[str, Any] = {"links": tuple(dict.fromkeys(links))}
+        if old is None:
+            return self._born(kind, text, sources, shown, fact_kind=fact_kind, **more)
+        return self._next(old, text, sources, {*shown, *old.shown}, **more)
 
     def _shown(self, pages: list[Any]) -> list[ShownTurn]:
         return [ShownTurn(n, self.pages[p].time, self.pages[p].text) for n, p in enumerate(pages, 1)]

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import Turn, memory_id, time_key
+from undertow.engine.base.model import Turn
 from undertow.engine.encoders.base import Encoder
-from undertow.engine.llm.client import BadReply, LLMClient
+from undertow.engine.llm.client import LLMClient
 from undertow.engine.policies.attribution import telling_words, turns_that_say
 from undertow.prompts.builders import (
     Prompt,
@@ -43,7 +45,7 @@ from undertow.prompts.reply_schemas import (
 
 from .a_mem import OracleAMem
 from .memory_os import OracleMemoryOS, OraclePage
-from .run import Oracle, OracleDecision, OracleMemory, exact_dot
+from .run import Oracle, OracleMemory, listed
 
 EPISODES_SHOWN, FACTS_EVOKED, FACTS_COMPARED = 5, 10, 5
 
@@ -58,24 +60,20 @@ class _Said:
 
 
 class OracleNemori(Oracle):
-    """Takes the turns of one tenant in order of seq."""
-
     def __init__(self, tenant: str, encoder: Encoder, llm: LLMClient, settings: Settings) -> None:
-        super().__init__(tenant, encoder, llm)
-        self.settings = settings
-        self._times: dict[int, str | None] = {}
+        super().__init__(tenant, encoder, llm, settings)
         self._buffer: list[_Said] = []
         self._every: dict[tuple[int, int], _Said] = {}
-        self._made: list[OracleMemory] = []
         self._fused = settings.call_form == "fused"
         self._notes = OracleAMem(tenant, encoder, llm, settings)
         self._pages = OracleMemoryOS(tenant, encoder, llm, settings)
-        self._pages.of_facts, self._pages.times = True, self._times
+        self._pages.of_facts = True
+        self._notes.turns = self._pages.turns = self.turns
         self._notes.prompts = self._pages.prompts = self.prompts
 
     def take(self, seq: int, turn: Turn) -> None:
         """Decide one turn."""
-        self._times[seq] = self._dated(turn).timestamp
+        self._hear(seq, turn)
         for place, message in enumerate(turn.messages):
             said = _Said(seq, place, f"{message.speaker}: {message.content}")
             self._buffer.append(said)
@@ -92,26 +90,16 @@ class OracleNemori(Oracle):
         else:
             self._wait(seq)
 
-    def current(self, kind: str) -> list[OracleMemory]:
-        """The newest version of each memory of `kind` that was not deleted, in order of birth."""
-        newest = {m.id: m for m in (*self.versions, *self._made) if m.kind == kind}
-        return sorted((m for m in newest.values() if m.text), key=lambda m: (m.born_at_seq, m.ordinal))
-
     # the steps
 
     def _window(self, seq: int) -> None:
         window, self._buffer = self._buffer, []
         turns = tuple(sorted({said.seq for said in window}))
-        self._made = []
-        try:
-            for group in self._partitioned(window):
-                self._remember(seq, group)
-            decision = "fired"
-            self.versions += self._made
-        except BadReply:
-            decision = "parked"
-        self._made = []
-        self.decisions.append(OracleDecision(seq, decision, False, None, None, turns, turns))
+        self._decide_on(seq, turns, partial(self._remember_all, window))
+
+    def _remember_all(self, window: list[_Said]) -> None:
+        for group in self._partitioned(window):
+            self._remember(group)
 
     def _partitioned(self, window: list[_Said]) -> list[list[_Said]]:
         if len(window) == 1 or self.settings.ablation == "fixed-chunks":
@@ -138,23 +126,25 @@ class OracleNemori(Oracle):
                     break
         return [[window[n - 1] for n in sorted(group)] for group in groups if group]
 
-    def _remember(self, seq: int, group: list[_Said]) -> None:
+    def _remember(self, group: list[_Said]) -> None:
         if self.settings.ablation == "direct-extraction":
-            self._keep(seq, self._ask(distil_direct_prompt(self._shown(group))), group, None)
+            self._keep(self._ask(distil_direct_prompt(self._shown(group))), group, None)
             return
         told = self._told(narrate_prompt(self._shown(group)))
         turns = tuple(sorted({said.seq for said in group}))
         parts = tuple((said.seq, said.place) for said in group)
         older = self._continued(told, turns, self._index(parts))
-        if older is None:
-            episode = self._born(seq, "episode", told, turns, source_messages=parts)
-        else:
-            shown = [ShownMemory(1, older.timestamp, older.text), ShownMemory(2, self._latest(turns), told)]
+        if older is not None:
+            shown = [*listed([older]), ShownMemory(2, self._latest(turns), told)]
             told = self._told(integrate_prompt(shown))
             parts = (*older.source_messages, *parts)
-            episode = self._next_version(seq, older, told, turns, source_messages=parts)
+        more: dict[str, Any] = {"source_messages": parts, "index_text": self._index(parts)}
+        if older is None:
+            episode = self._born("episode", told, turns, **more)
+        else:
+            episode = self._next(older, told, turns, **more)
         if self.settings.ablation != "without-facts":
-            self._learn(seq, episode, [self._every[part] for part in parts])
+            self._learn(episode, [self._every[part] for part in parts])
 
     def _index(self, parts: tuple[tuple[int, int], ...]) -> str:
         """Table 6: the messages of an episode, where they are what it is found by."""
@@ -163,7 +153,7 @@ class OracleNemori(Oracle):
         return "\n".join(self._every[part].text for part in parts)
 
     def _continued(self, told: str, turns: tuple[int, ...], index: str) -> OracleMemory | None:
-        nearest = [m for _, m in self._nearest("episode", index or told)[:EPISODES_SHOWN]]
+        nearest = self._nearest(index or told, self.current("episode"), EPISODES_SHOWN)
         if not nearest:
             return None
         lines = [m.text.split("\n")[0] if self._fused else m.text for m in nearest]
@@ -174,29 +164,29 @@ class OracleNemori(Oracle):
             return None
         return nearest[reply.continues - 1]
 
-    def _learn(self, seq: int, episode: OracleMemory, raw: list[_Said]) -> None:
+    def _learn(self, episode: OracleMemory, raw: list[_Said]) -> None:
         cue = ShownMemory(1, episode.timestamp, episode.text.split("\n")[0])
-        shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(self._evoked(episode), 1)]
-        guess = self._ask(predict_prompt(cue, shown))
+        guess = self._ask(predict_prompt(cue, listed(self._evoked(episode))))
         assert isinstance(guess, PredictionReply)
         prediction = ShownMemory(1, episode.timestamp, guess.prediction)
         reply = self._ask(distil_prompt(self._shown(raw), prediction))
-        self._keep(seq, reply, raw, episode.id)
+        self._keep(reply, raw, episode.id)
 
     def _evoked(self, episode: OracleMemory) -> list[OracleMemory]:
+        facts = self.current("fact")
         if self.settings.management == "summary":
-            return self.current("fact")
-        near = self._nearest("fact", episode.index_text or episode.text)
+            return facts
+        text = episode.index_text or episode.text
+        near = self._nearest(text, facts)
         if self.settings.management == "memory-os":
-            return self._shown_pages([m for _, m in near])
+            return self._shown_pages(near)
         near = near[:FACTS_EVOKED]
         if self.settings.management == "a-mem":
-            best = [m for _, m in near]
-            linked = [m for note in best for i in note.links for m in self.current("fact") if m.id == i]
-            return best + [m for n, m in enumerate(linked) if m not in best and m not in linked[:n]]
-        return [m for score, m in near if score > self.settings.theta_evoke]
+            linked = [m for note in near for i in note.links for m in facts if m.id == i]
+            return near + [m for n, m in enumerate(linked) if m not in near and m not in linked[:n]]
+        return [m for m in near if self._likeness(text, m) > self.settings.theta_evoke]
 
-    def _keep(self, seq: int, reply: Reply | str, raw: list[_Said], episode_id: str | None) -> None:
+    def _keep(self, reply: Reply | str, raw: list[_Said], episode_id: str | None) -> None:
         """Give what was distilled to the management."""
         assert isinstance(reply, StatementsReply)
         turns = {said.seq for said in raw}
@@ -208,44 +198,41 @@ class OracleNemori(Oracle):
             saying = turns_that_say(telling_words(fact.text), named, lines)
             said_in.setdefault(fact.text, tuple(sorted({turn for turn, _ in saying})))
         if self.settings.management == "summary" and said_in:
-            self._summarise(seq, said_in, turns)
+            self._summarise(said_in, turns)
             return
         if self.settings.management == "native" and self._fused:
-            self._consolidate_all(seq, said_in, turns, episode_id)
+            self._consolidate_all(said_in, turns, episode_id)
             return
         for text, said in said_in.items():
-            beside = tuple(sorted(turns - set(said)))
             if self.settings.management == "append":
-                self._born(seq, "fact", text, said, episode_id=episode_id, beside=beside)
+                self._born("fact", text, said, turns, episode_id=episode_id)
             elif self.settings.management == "a-mem":
-                self._note(self._born(seq, "fact", text, said, episode_id=episode_id, beside=beside))
+                self._note(self._first("fact", text, said, turns, episode_id=episode_id))
             elif self.settings.management == "memory-os":
-                self._page(self._born(seq, "fact", text, said, episode_id=episode_id, beside=beside))
+                self._page(self._born("fact", text, said, turns, episode_id=episode_id, fact_kind="page"))
             else:
-                self._consolidate(seq, text, said, beside, episode_id)
+                self._consolidate(text, said, turns, episode_id)
 
     def _note(self, fact: OracleMemory) -> None:
         """Appendix A.3: the fact is a message that A-Mem makes a note of."""
-        self._made.remove(fact)
-        stored = [m for m in (*self.versions, *self._made) if m.kind == "fact"]
-        self._notes.versions = [*stored]
+        self._notes.versions = [m for m in (*self.versions, *self.made) if m.kind == "fact"]
         self._notes.episodes = {e.id: e.sources for e in self.current("episode")}
+        self._notes.seq, self._notes.made = self.seq, []
         self._notes.note(replace(fact, text=""), fact.text)
-        self._made += self._notes.versions[len(stored) :]
+        self.made += self._notes.made
 
-    def _page(self, fact: OracleMemory) -> None:
+    def _page(self, page: OracleMemory) -> None:
         """Appendix A.3: the fact is a page of MemoryOS."""
-        self._made[-1] = page = replace(fact, fact_kind="page")
         reach = frozenset((*page.sources, *page.shown))
         self._pages.pages[page.id] = OraclePage(page.text, page.timestamp, page.sources, reach)
-        stored, made = ([m for m in of if m.kind == "fact"] for of in (self.versions, self._made))
-        others = [m for m in self._made if m.kind != "fact"]
-        self._made = others + self._pages.file(fact.made_at_seq, stored, made, self.settings.short_term_pages)
+        stored, made = ([m for m in of if m.kind == "fact"] for of in (self.versions, self.made))
+        others = [m for m in self.made if m.kind != "fact"]
+        self.made = others + self._pages.file(self.seq, stored, made, self.settings.short_term_pages)
 
     def _shown_pages(self, near: list[OracleMemory]) -> list[OracleMemory]:
         """What MemoryOS shows for an answer: short-term memory, the profile, and the nearest of the rest."""
         every = self.current("fact")
-        filed = {i for m in (*self.versions, *self._made) if m.fact_kind == "segment" for i in m.links}
+        filed = {i for m in (*self.versions, *self.made) if m.fact_kind == "segment" for i in m.links}
         found = [m for m in every if m.fact_kind == "page" and m.id not in filed]
         found += [m for m in every if m.fact_kind == "profile"]
         found += [m for m in near if m.fact_kind == "page"][:10]
@@ -253,33 +240,33 @@ class OracleNemori(Oracle):
         found += [m for m in near if m.fact_kind in ("knowledge", "agent")][:5]
         return [m for n, m in enumerate(found) if m not in found[:n]]
 
-    def _summarise(self, seq: int, said_in: dict[str, tuple[int, ...]], turns: set[int]) -> None:
+    def _summarise(self, said_in: dict[str, tuple[int, ...]], turns: set[int]) -> None:
         """Appendix A.1: the one text that is all that is known, told anew."""
         stored = self.current("fact")
         new = [ShownMemory(n, self._latest(said), text) for n, (text, said) in enumerate(said_in.items(), 1)]
-        reply = self._ask(summarise_prompt(new, [ShownMemory(1, m.timestamp, m.text) for m in stored]))
+        reply = self._ask(summarise_prompt(new, listed(stored)))
         assert isinstance(reply, SummaryReply) and len(stored) < 2
-        sources = tuple(sorted({s for said in said_in.values() for s in said}))
+        sources = {s for said in said_in.values() for s in said}
         if stored:
-            beside = (*turns, *stored[0].shown)
-            self._next_version(seq, stored[0], reply.summary, sources, beside=beside)
+            self._next(stored[0], reply.summary, sources, {*turns, *stored[0].shown})
         else:
-            self._born(seq, "fact", reply.summary, sources, beside=tuple(sorted(turns - set(sources))))
+            self._born("fact", reply.summary, sources, turns)
 
     def _consolidate_all(
-        self, seq: int, said_in: dict[str, tuple[int, ...]], turns: set[int], episode_id: str | None
+        self, said_in: dict[str, tuple[int, ...]], turns: set[int], episode_id: str | None
     ) -> None:
         """Each fact with those near to it, all in one call; one without any is new."""
-        near = {text: self._nearest("fact", text)[:FACTS_COMPARED] for text in said_in}
-        floor = self.settings.theta_compare
-        asked = [text for text, found in near.items() if found and found[0][0] >= floor]
-        close = {m.id for text in asked for score, m in near[text] if score >= floor}
-        stored = [m for m in self.current("fact") if m.id in close]
+        facts, floor = self.current("fact"), self.settings.theta_compare
+        near = {
+            text: [m for m in self._nearest(text, facts, FACTS_COMPARED) if self._likeness(text, m) >= floor]
+            for text in said_in
+        }
+        asked = [text for text, found in near.items() if found]
+        stored = [m for m in facts if any(m in found for found in near.values())]
         decided: dict[str, CandidateDecision] = {}
         if asked:
             new = [ShownMemory(n, self._latest(said_in[text]), text) for n, text in enumerate(asked, 1)]
-            shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(stored, 1)]
-            reply = self._ask(consolidate_all_prompt(new, shown))
+            reply = self._ask(consolidate_all_prompt(new, listed(stored)))
             assert isinstance(reply, ConsolidateAllReply)
             for decision in reply.decisions:
                 if 1 <= decision.candidate <= len(asked):
@@ -292,31 +279,26 @@ class OracleNemori(Oracle):
                     named.append(stored[number - 1])
             taken += named
             action, words = (decided[text].action, decided[text].text) if named else ("new", "")
-            beside = tuple(sorted(turns - set(said)))
-            self._settle(seq, text, said, beside, episode_id, action, named, words)
+            self._settle(text, said, turns, episode_id, action, named, words)
 
-    def _consolidate(
-        self, seq: int, text: str, turns: tuple[int, ...], beside: tuple[int, ...], episode_id: str | None
-    ) -> None:
-        similar = [m for _, m in self._nearest("fact", text)[:FACTS_COMPARED]]
+    def _consolidate(self, text: str, said: tuple[int, ...], turns: set[int], episode_id: str | None) -> None:
+        similar = self._nearest(text, self.current("fact"), FACTS_COMPARED)
         if not similar:
-            self._born(seq, "fact", text, turns, episode_id=episode_id, beside=beside)
+            self._born("fact", text, said, turns, episode_id=episode_id)
             return
-        shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(similar, 1)]
-        reply = self._ask(consolidate_prompt(ShownMemory(1, self._latest(turns), text), shown))
+        reply = self._ask(consolidate_prompt(ShownMemory(1, self._latest(said), text), listed(similar)))
         assert isinstance(reply, ConsolidateReply)
         named: list[OracleMemory] = []
         for number in reply.targets:
             if 1 <= number <= len(similar) and similar[number - 1] not in named:
                 named.append(similar[number - 1])
-        self._settle(seq, text, turns, beside, episode_id, reply.action, named, reply.text)
+        self._settle(text, said, turns, episode_id, reply.action, named, reply.text)
 
     def _settle(
         self,
-        seq: int,
         text: str,
-        turns: tuple[int, ...],
-        beside: tuple[int, ...],
+        said: tuple[int, ...],
+        turns: set[int],
         episode_id: str | None,
         action: str,
         named: Sequence[OracleMemory],
@@ -324,90 +306,23 @@ class OracleNemori(Oracle):
     ) -> None:
         """Store a fact as was decided."""
         if action == "merge" and named:
-            sources = turns + tuple(s for m in named for s in m.sources)
+            sources = {*said, *(s for m in named for s in m.sources)}
             for other in named[1:]:
-                self._end(seq, other)
+                self._end(other)
             gone = named[0].supersedes + tuple(m.id for m in named[1:])
             links = tuple(dict.fromkeys(gone))
-            unnamed = beside + tuple(s for m in named for s in m.shown)
-            self._next_version(seq, named[0], merged or text, sources, supersedes=links, beside=unnamed)
+            shown = {*turns, *(s for m in named for s in m.shown)}
+            self._next(named[0], merged or text, sources, shown, supersedes=links)
             return
-        untrue = [m for m in named if action == "conflict" and m.sources[-1] <= turns[-1]]
+        untrue = [m for m in named if action == "conflict" and m.sources[-1] <= said[-1]]
         for other in untrue:
-            self._end(seq, other)
+            self._end(other)
         if action == "conflict" and len(untrue) < len(named):
             return  # later words say otherwise
         links = tuple(m.id for m in untrue)
-        self._born(seq, "fact", text, turns, episode_id=episode_id, supersedes=links, beside=beside)
+        self._born("fact", text, said, turns, episode_id=episode_id, supersedes=links)
 
     # helpers
-
-    def _nearest(self, kind: str, text: str) -> list[tuple[float, OracleMemory]]:
-        vector = self._embed(text)
-        scored = [(exact_dot(vector, self._embed(m.index_text or m.text)), m) for m in self.current(kind)]
-        return sorted(scored, key=lambda pair: -pair[0])  # stable: by birth where equal
-
-    def _born(
-        self,
-        seq: int,
-        kind: str,
-        text: str,
-        turns: tuple[int, ...],
-        *,
-        episode_id: str | None = None,
-        supersedes: tuple[str, ...] = (),
-        source_messages: tuple[tuple[int, int], ...] = (),
-        beside: tuple[int, ...] = (),
-    ) -> OracleMemory:
-        ordinal = sum(m.kind == kind and m.version == 1 for m in self._made)
-        memory = OracleMemory(
-            memory_id(self.tenant, 1, seq, kind, ordinal),
-            kind,
-            1,
-            text,
-            turns,
-            seq,
-            seq,
-            ordinal,
-            self._latest(turns),
-            supersedes,
-            episode_id,
-            source_messages,
-            beside,
-            index_text=self._index(source_messages),
-        )
-        self._made.append(memory)
-        return memory
-
-    def _next_version(
-        self,
-        seq: int,
-        old: OracleMemory,
-        text: str,
-        turns: Sequence[int],
-        *,
-        supersedes: tuple[str, ...] | None = None,
-        source_messages: tuple[tuple[int, int], ...] = (),
-        beside: tuple[int, ...] = (),
-    ) -> OracleMemory:
-        sources = tuple(sorted({*old.sources, *turns}))
-        new = replace(
-            old,
-            version=old.version + 1,
-            made_at_seq=seq,
-            text=text,
-            sources=sources,
-            timestamp=self._latest(sources),
-            supersedes=old.supersedes if supersedes is None else supersedes,
-            source_messages=source_messages,
-            index_text=self._index(source_messages),
-            shown=tuple(sorted(set(beside) - set(sources))),
-        )
-        self._made.append(new)
-        return new
-
-    def _end(self, seq: int, old: OracleMemory) -> None:
-        self._made.append(replace(old, version=old.version + 1, made_at_seq=seq, text=""))
 
     def _told(self, prompt: Prompt) -> str:
         reply = self._ask(prompt)
@@ -415,7 +330,5 @@ class OracleNemori(Oracle):
         return " ".join(reply.cue.split()) + "\n" + reply.narrative
 
     def _shown(self, messages: Sequence[_Said]) -> list[ShownTurn]:
-        return [ShownTurn(n, self._times[said.seq], said.text) for n, said in enumerate(messages, 1)]
-
-    def _latest(self, sources: Sequence[int]) -> str | None:
-        return self._times[max(sources, key=lambda s: (time_key(self._times[s]), s))]
+        timed = [(self.turns[said.seq].timestamp, said.text) for said in messages]
+        return [ShownTurn(n, time, text) for n, (time, text) in enumerate(timed, 1)]

@@ -8,7 +8,9 @@ from math import ceil
 
 import numpy as np
 
-from .run import Thresholds, Whole
+from undertow.engine.base.config import Settings
+
+from .run import Whole
 
 # What the engine has as THETA_TURNS and SAMPLE_TURNS: turns between two times, turns that are compared.
 TURNS, SAMPLE = 64, 256
@@ -43,7 +45,7 @@ class ToldThetas:
         self._shares: dict[str, float] = {}
         self._told: dict[str, float] = {}
 
-    def in_force(self, settings: Thresholds) -> dict[str, float]:
+    def in_force(self, settings: Settings) -> dict[str, float]:
         """theta_sim and theta_merge for the next turn."""
         thetas = {"theta_sim": settings.similarity_threshold, "theta_merge": settings.merge_threshold}
         shares = {"theta_sim": settings.sim_share, "theta_merge": settings.merge_share}
