@@ -10,7 +10,7 @@ import os
 import ssl
 from collections.abc import Callable, Generator, Iterator
 from functools import cache
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -109,6 +109,24 @@ def lacking(request: pytest.FixtureRequest) -> Callable[[str], NoReturn]:
         pytest.skip(f"missing: {what}")
 
     return end
+
+
+@pytest.fixture
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Notes each call of `owner.name` from now on, as `note` tells it; the call does what it did."""
+
+    def begin(owner: object, name: str, note: Callable[..., object]) -> list[Any]:
+        noted: list[Any] = []
+        really = getattr(owner, name)
+
+        def call(*given: Any, **more: Any) -> Any:
+            noted.append(note(*given, **more))
+            return really(*given, **more)
+
+        monkeypatch.setattr(owner, name, call)
+        return noted
+
+    return begin
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from ..support.kernels.arena import DIM, arena_of, random_vectors
 from ..support.kernels.gate_worlds import same
 
 
-def test_tensors_stay_where_they_are_and_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_stay_where_they_are_and_are_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch, calls_of: Callable[..., list[int]]
+) -> None:
     """A tensor goes in and comes out as a tensor; the rows are those that a NumPy array would give.
 
     Here the device is the host, so torch's ways off a device are refused by name; its verdict on the
@@ -29,12 +32,7 @@ def test_tensors_stay_where_they_are_and_are_looked_at_once(monkeypatch: pytest.
     def refused(self: torch.Tensor, *args: object, **named: object) -> torch.Tensor:
         raise AssertionError("copied to the host")
 
-    waits: list[int] = []
-    truth, to = torch.Tensor.__bool__, torch.Tensor.to
-
-    def waited(self: torch.Tensor) -> bool:
-        waits.append(self.numel())
-        return truth(self)
+    to = torch.Tensor.to
 
     def indexes_only(self: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
         assert self.dtype != torch.float16, "vectors were moved"
@@ -42,7 +40,7 @@ def test_tensors_stay_where_they_are_and_are_looked_at_once(monkeypatch: pytest.
 
     for name in ("cpu", "numpy", "item", "tolist", "__array__", "__int__", "__float__"):
         monkeypatch.setattr(torch.Tensor, name, refused)
-    monkeypatch.setattr(torch.Tensor, "__bool__", waited)
+    waits = calls_of(torch.Tensor, "__bool__", torch.Tensor.numel)
     monkeypatch.setattr(torch.Tensor, "to", indexes_only)
     handles = arena.extend(np.full(100, segment), torch.from_numpy(vectors), live=True)
     arena.write(handles[:2], torch.from_numpy(vectors[5:7]))

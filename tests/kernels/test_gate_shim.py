@@ -7,6 +7,7 @@ hardware, which cuts bits off (see `kernels/error_bounds.py`).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from undertow.kernels.arena.row_codes import codes_of
 from undertow.kernels.error_bounds import CODE_SLACK, MAX_NORM, tensor_core_slack
 from undertow.kernels.gate import planned_gate
 from undertow.kernels.gate.cuda_gate import CudaGate, Rings, source
-from undertow.kernels.gate.gate import Gate, GateReadings, Probes
-from undertow.kernels.gate.plan import MAX_SPACE_BYTES, MAX_TASKS, Plan, ProbeBatch, TaskLimits, lay_out
+from undertow.kernels.gate.gate import Gate
+from undertow.kernels.gate.plan import MAX_SPACE_BYTES, MAX_TASKS, ProbeBatch, TaskLimits, lay_out
 
 from ..support.kernels.cuda_shim.shim import COMPILER, ShimError, ShimKernels, build, guarded
 from ..support.kernels.gate_mutants import CODE_MUTANTS, MESSAGES, MUTANTS, RING_MUTANTS
@@ -272,20 +273,15 @@ def test_a_plan_keeps_within_its_space(queries: int, tenants: int, rows: int, k:
 
 
 @pytest.mark.parametrize("backend", [PLANNED, SHIM])
-def test_a_batch_read_in_parts_reads_as_the_whole(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_read_in_parts_reads_as_the_whole(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, calls_of: Callable[..., list[int]]
+) -> None:
     rng = np.random.default_rng(6)
     world, pool = close_world(rng, 64, backend)
     asked = many_questions(rng, pool)
     whole = world.read(asked)
     gate = backend.gate(world.arenas[0])
-    parts: list[int] = []
-    run = gate._run  # type: ignore[attr-defined]
-
-    def counted(probes: Probes, plan: Plan) -> GateReadings:
-        parts.append(len(probes))
-        return run(probes, plan)  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(gate, "_run", counted)
+    parts = calls_of(gate, "_run", lambda probes, plan: len(probes))
     monkeypatch.setattr(planned_gate, "MAX_SPACE_BYTES", 1024)
     same(whole, gate.read(**asked))
     assert sum(parts) == 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from undertow.kernels.arena.arena import PRESENT, Arena
+from undertow.kernels.arena.arena import PRESENT
 from undertow.kernels.gate.factory import make_gate
 from undertow.kernels.gate.gate import Gate
 from undertow.kernels.topk import ivf
@@ -213,16 +214,12 @@ def test_new_rows_are_found_before_and_after_they_are_listed(
     assert not index.refresh()
 
 
-def test_training_asks_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def counting(arena: Arena, segment: int, queries: Any, k: int, **options: Any) -> Any:
-        asked.append(len(queries))
-        return top_k(arena, segment, queries, k, **options)
-
+def test_training_asks_few_queries_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, calls_of: Callable[..., list[int]]
+) -> None:
     world = World(2000)
     expected = index_of(world).report
-    monkeypatch.setattr(ivf, "top_k", counting)
+    asked = calls_of(ivf, "top_k", lambda arena, segment, queries, k, **options: len(queries))
     assert index_of(world).report == expected
     assert sum(asked) == 256
     assert max(asked) <= 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -77,21 +78,14 @@ def test_ties_and_last_bit_differences(
     check(top_k(arena, 0, queries, k, allowed, scan_of(memory, arena)), expected)
 
 
-def test_distinct_rows_need_one_fetch_and_ties_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distinct_rows_need_one_fetch_and_ties_more(calls_of: Callable[..., list[int]]) -> None:
     """On a device: one fetch where scores differ, repeated where the cut falls among equals."""
     rng = np.random.default_rng(1)
     distinct = unit(rng.standard_normal((600, 16)))
     tied = distinct.copy()
     tied[::5] = distinct[0]
     arena, store = filled(distinct, tied, memory="cpu")
-    fetches: list[int] = []
-    nearest = topk_rows.DeviceRows.nearest
-
-    def spy(rows: Any, queries: Any, take: int) -> Any:
-        fetches.append(take)
-        return nearest(rows, queries, take)
-
-    monkeypatch.setattr(topk_rows.DeviceRows, "nearest", spy)
+    fetches = calls_of(topk_rows.DeviceRows, "nearest", lambda rows, queries, take: take)
     for segment, expected in ((0, [21]), (1, [21, 84])):
         fetches.clear()
         check(top_k(arena, segment, distinct[:1], 5), [oracle(store, segment, distinct[0], 5)])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
@@ -186,7 +186,7 @@ def test_a_change_of_policy_goes_on_where_the_tenant_has_moved(
         shards.crash()
 
 
-def test_sealing_looks_at_its_batch_alone(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sealing_looks_at_its_batch_alone(shards: Shards, calls_of: Callable[..., list[str]]) -> None:
     """A shard may have millions of tenants, and a resharding thousands of batches."""
 
     class Unlisted(set[str]):
@@ -196,14 +196,7 @@ def test_sealing_looks_at_its_batch_alone(shards: Shards, monkeypatch: pytest.Mo
     a, keys = shards("a"), keys_of(shards, LEAVE_A)
     engine = shards.engines["a"]
     engine.tenants._known = Unlisted(engine.tenants.names())
-    read: list[str] = []
-    scan = LanceLog.scanner
-
-    def scanner(table: LanceLog, columns: Sequence[str], filter: str | None = None, **options: Any) -> Any:
-        read.append(filter or "")
-        return scan(table, columns, filter, **options)
-
-    monkeypatch.setattr(LanceLog, "scanner", scanner)
+    read = calls_of(LanceLog, "scanner", lambda table, columns, filter=None, **options: filter or "")
     a.seal(2, keys[:2])
     assert read and all(f"tenant_key IN ('{keys[0]}', '{keys[1]}')" in filter for filter in read)
     assert set(a.refusals(LEAVE_A)) == set(LEAVE_A[:2])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,20 +124,15 @@ def test_a_lesson_ends_with_the_life_that_was_asked(tmp_path: Path) -> None:
     assert counts(tmp_path) == (0, 0)
 
 
-def test_a_tenants_lessons_are_committed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenants_lessons_are_committed_together(
+    tmp_path: Path, calls_of: Callable[..., list[list[str]]]
+) -> None:
     with open_engine(tmp_path, RecordingLLM(Judging()), **LEARNING) as engine:
         filled(engine)
         for n in range(3):
             engine.answer("ann", f"{QUESTION} And on day {n}?")
             engine.answer("ann", f"{QUESTION} And on day {n}?", mode="hybrid")
-        commits: list[list[str]] = []
-        append = engine.journal.append
-
-        def watched(rows: Sequence[Row]) -> None:
-            commits.append([row.kind for row in rows])
-            append(rows)
-
-        monkeypatch.setattr(engine.journal, "append", watched)
+        commits = calls_of(engine.journal, "append", lambda rows: [row.kind for row in rows])
         engine.step()
         assert [kinds for kinds in commits if "control" in kinds] == [["control"] * 6]
     assert counts(tmp_path) == (3, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -78,17 +79,10 @@ def test_a_file_in_the_way_is_told(tmp_path: Path, act: str) -> None:
     assert (tmp_path / "notes.txt").read_text() == "not a store"
 
 
-def test_a_write_is_on_the_disk_when_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced = []
-    really = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
-        really(descriptor)
-
+def test_a_write_is_on_the_disk_when_it_returns(tmp_path: Path, calls_of: Callable[..., list[str]]) -> None:
     if not Path("/proc/self/fd").exists():
         pytest.skip("names of open files are read from /proc")
-    monkeypatch.setattr(os, "fsync", fsync)
+    synced = calls_of(os, "fsync", lambda number: str(Path(f"/proc/self/fd/{number}").readlink()))
     for act in (Location.of(tmp_path).write, Location.of(tmp_path).create):
         synced.clear()
         act(f"{act.__name__}/deep/file", b"x")

@@ -158,17 +158,10 @@ def test_a_text_that_differs_in_one_letter_is_refused(
 
 
 def test_an_unknown_id_costs_a_comparison_too(
-    file: KeyFile, keys: Authenticator, monkeypatch: pytest.MonkeyPatch
+    file: KeyFile, keys: Authenticator, calls_of: Callable[..., list[int]]
 ) -> None:
     made = file.create(ADA, READ)
-    compared: list[int] = []
-    really = hmac.compare_digest
-
-    def compare(one: str, other: str) -> bool:
-        compared.append(len(one) + len(other))
-        return really(one, other)
-
-    monkeypatch.setattr(hmac, "compare_digest", compare)
+    compared = calls_of(hmac, "compare_digest", lambda one, other: len(one) + len(other))
     for key_id in (made.key.id, "0" * 12):
         assert reason(keys, f"ut_{key_id}_{'A' * 43}")
     assert compared == [128, 128]

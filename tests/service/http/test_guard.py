@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from starlette.datastructures import Headers
 from undertow.engine.base.model import UndertowError
 from undertow.serving.auth.principal import KeyLimits, Scope
 from undertow.serving.http.hosting import Files, run
-from undertow.serving.http.middleware.fair_turns import FairTurns, Turn
+from undertow.serving.http.middleware.fair_turns import FairTurns
 from undertow.serving.http.middleware.guard import OpenGuard
 from undertow.serving.http.problems import Problem
 from undertow.serving.http.routes.access import GuardedRoute, TenantAccess
@@ -81,14 +82,8 @@ def test_every_route_needs_its_scope(running: Running) -> None:
                 assert is_problem(told, 403, "forbidden") == refused
 
 
-def test_every_request_waits_for_its_turn(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, begun = FairTurns.begin, list[str]()
-
-    async def noted(turns: FairTurns, turn: Turn) -> None:
-        begun.append(turn.tenant)
-        await begin(turns, turn)
-
-    monkeypatch.setattr(FairTurns, "begin", noted)
+def test_every_request_waits_for_its_turn(running: Running, calls_of: Callable[..., list[str]]) -> None:
+    begun = calls_of(FairTurns, "begin", lambda turns, turn: turn.tenant)
     own = {"Origin": running.url}
     for method, path, access in routes(running):
         where = path.format(tenant="waits", memory_id="m", job_id="j", webhook_id="w")

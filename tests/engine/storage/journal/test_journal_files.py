@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -305,20 +306,13 @@ def test_a_new_journal_is_on_the_disk_before_its_store_is_described(
 
 
 def test_segments_that_were_removed_stay_away_before_their_rows_are_deleted(
-    place: Location, monkeypatch: pytest.MonkeyPatch
+    place: Location, monkeypatch: pytest.MonkeyPatch, calls_of: Callable[..., list[str]]
 ) -> None:
     """A power failure could bring one back: its rows, beyond those of the table, would be stored again."""
     if place.folder is None:
         pytest.skip("a bucket loses no removal")
-    order: list[str] = []
-    delete = LanceLog.delete
+    order = calls_of(LanceLog, "delete", lambda *_: "deletion")
     monkeypatch.setattr(wal, "fsync_path", lambda path: order.append(path.name))
-
-    def noted(log: LanceLog, old: str) -> None:
-        order.append("deletion")
-        delete(log, old)
-
-    monkeypatch.setattr(LanceLog, "delete", noted)
     journal = Journal.open(place, writable=True)
     deletions = partial(journal.delete, ["t"], before_lsn=9), partial(journal.delete_rows, [1])
     for act in deletions:
