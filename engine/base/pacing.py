@@ -70,13 +70,15 @@ class Pacing:
                 self._full_s.popitem(last=False)
 
     @contextmanager
-    def measured(self, tenant: str) -> Iterator[None]:
-        """Around the tenant's work, or as the decorator of a function that does it."""
+    def measured(self, *tenants: str) -> Iterator[None]:
+        """Around the work for these tenants, who share it, or as the decorator of a function that does it."""
         began_s = self._clock_s()
         try:
             yield
         finally:
-            self.worked(tenant, self._clock_s() - began_s)
+            took_s = self._clock_s() - began_s
+            for tenant in tenants:
+                self.worked(tenant, took_s / len(tenants))
 
     def rest_s(self, tenant: str) -> float:
         """How long the tenant's next work is to wait; 0: it may begin."""

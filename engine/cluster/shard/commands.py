@@ -58,12 +58,19 @@ class Command:
     moves: int = 0
     # whether it waits while its tenant rests: not once it has begun, nor where calls wait for it
     rests: bool = True
+    # whether it erases its tenant: it goes before the tenant's readings, and rests after erasures alone
+    erases: bool = False
     traceparent: str | None = field(default_factory=current_traceparent)
 
     def begin(self) -> bool:
         """Whether it is to run, for the first time or again: its caller has not cancelled it before."""
         self.rests = False
         return self.future.running() or self.future.set_running_or_notify_cancel()
+
+    def passes(self, other: Command) -> bool:
+        """Whether it goes before this one of its tenant, which came first."""
+        only_reads = other.searches or other.reads or other.reads_journal
+        return other.rests and (not self.rests or (self.erases and only_reads))
 
     def forget(self) -> None:
         """What was read of its tenant is used at once, or not at all, and so is how far the log had moved."""
@@ -75,9 +82,12 @@ class Command:
 class FairQueue:
     """Commands for a thread. Their tenants take turns; one that has used it for long rests, see Pacing."""
 
-    def __init__(self, pacing: Pacing) -> None:
-        self.pacing = pacing
+    def __init__(self, pacing: Pacing, erasing: Pacing) -> None:
+        self.pacing, self.erasing = pacing, erasing
         self._by_tenant: OrderedDict[str, deque[Command]] = OrderedDict()
+
+    def pacing_of(self, command: Command) -> Pacing:
+        return self.erasing if command.erases else self.pacing
 
     @property
     def rest_s(self) -> float | None:
@@ -85,10 +95,12 @@ class FairQueue:
         return min(map(self._rest_s, self._by_tenant), default=None)
 
     def append(self, command: Command) -> None:
-        """Behind all others of its tenant; if it has begun, before those that may rest."""
+        """Behind the others of its tenant. If it has begun, before those that may rest; see `erases` too."""
         waiting = self._by_tenant.setdefault(command.tenant, deque())
-        resting = (n for n, other in enumerate(waiting) if other.rests)
-        waiting.insert(next(resting, len(waiting)) if command.future.running() else len(waiting), command)
+        at = len(waiting)
+        while at and command.passes(waiting[at - 1]):
+            at -= 1
+        waiting.insert(at, command)
 
     def put_back(self, command: Command) -> None:
         """What `pop` has given is to be the next one again."""
@@ -114,9 +126,9 @@ class FairQueue:
         return waiting
 
     def _rest_s(self, tenant: str) -> float:
-        """Of a tenant with waiting commands: 0 if one does not rest, as they keep their order."""
-        rests = tenant and all(command.rests for command in self._by_tenant[tenant])
-        return self.pacing.rest_s(tenant) if rests else 0.0
+        """Of a tenant with waiting commands."""
+        command = self._by_tenant[tenant][0]
+        return self.pacing_of(command).rest_s(tenant) if tenant and command.rests else 0.0
 
 
 class Waiting(deque[Command]):

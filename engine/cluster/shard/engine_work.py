@@ -51,9 +51,9 @@ class EngineWork:
         self._waits = Waiting()
         self._busy = True
         self._served = Served()
-        self._deciding = Pacing(self._served)
+        self._deciding, self.purging = Pacing(self._served), Pacing(self._served)
         # what takes long, and quick work passes
-        self._long = FairQueue(Pacing(self._served))
+        self._long = FairQueue(Pacing(self._served), Pacing(self._served))
         # the tenants that no search may read while a thread commits or reads; None where there is no such
         # thread, or nothing may run beside it
         self.unreadable: frozenset[str] | None = None
@@ -89,7 +89,7 @@ class EngineWork:
         reads_journal: bool = False,
         loads: bool = False,
         settles: bool = False,
-        rests: bool = True,
+        erases: bool = False,
     ) -> Future[T]:
         """Run something with the engine. The others: see Command."""
 
@@ -97,7 +97,7 @@ class EngineWork:
             return run(self.supervisor.open())
 
         command = Command(act, Future(), is_quick, wait, tenant, searches, reads, reads_journal)
-        command.loads, command.settles, command.rests = loads, settles, rests
+        command.loads, command.settles, command.erases = loads, settles, erases
         return self._command(command)
 
     def ask_without(self, run: Callable[[], T]) -> Future[T]:
@@ -187,10 +187,11 @@ class EngineWork:
             self.rounds_go_on, self.read_is_next = True, bool(command.moves)
             if not command.moves:  # else the log is to move first, and it waits again
                 self._reads, self._fetches = (command, None) if command.reads_journal else (None, command)
-            return part if command.moves else self._long.pacing.measured(command.tenant)(part)
+            return self._long.pacing_of(command).measured(command.tenant)(part)
         at_hand = engine is not None and (not command.tenant or is_at_hand(engine, command.tenant))
         self.unreadable = frozenset([command.tenant]) if command.reads and at_hand else None
-        return self._long.pacing.measured(command.tenant)(partial(self._load_and_obey, command))
+        act = partial(self._load_and_obey, command)
+        return self._long.pacing_of(command).measured(command.tenant)(act)
 
     def _load_and_obey(self, command: Command) -> None:
         self._evictions = None
@@ -294,7 +295,7 @@ class EngineWork:
                 self._long.put_back(deferred)
                 self.read_is_next = True
             else:
-                self._long.pacing.measured(deferred.tenant)(self._obey)(deferred)
+                self._long.pacing_of(deferred).measured(deferred.tenant)(self._obey)(deferred)
         if self._held.may_go_on or not quickly:
             self.arrived.put_first(self._held.take(all_of_them=not quickly))
         until_s = time.monotonic() + REPEATED_S

@@ -153,7 +153,7 @@ async def test_a_tenant_that_was_evicted_meanwhile_is_read_with_its_last_turns(t
         engine.add_batch(some("ann", *range(5)))
         engine.flush("ann")
         engine.tenants.evict("ann")
-        waiting = FairQueue(Pacing(Served()))
+        waiting = FairQueue(Pacing(Served()), Pacing(Served()))
         command = Command(lambda: None, Future(), never, tenant="ann", loads=True, sees_until=0)
         parts = 0
         while command.fetched is None:
@@ -174,7 +174,7 @@ async def test_a_tenant_that_was_loaded_before_the_thread_reads_stays_as_it_is(t
         engine.flush("ann")
         engine.tenants.evict("ann")
         command = Command(lambda: None, Future(), never, tenant="ann", loads=True)
-        waiting = FairQueue(Pacing(Served()))
+        waiting = FairQueue(Pacing(Served()), Pacing(Served()))
         while (part := beside.part_beside(engine, command, waiting, lambda _: None)) and command.moves:
             part()
         assert part is not None, "the log has moved, and the tenant's rows are to be read"

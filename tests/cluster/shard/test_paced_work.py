@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 
+from undertow.engine.api.erasure import remove_bytes
 from undertow.engine.base.pacing import Pacing, Served
 from undertow.engine.base.queries import ApiCall, EraseCommand, EventsQuery, ExplainQuery, SearchQuery
 from undertow.engine.cluster.shard import beside, engine_work
+from undertow.engine.cluster.shard.api import purges
 from undertow.engine.cluster.shard.commands import Command, FairQueue
 from undertow.engine.cluster.shard.engine_work import EngineWork
 from undertow.engine.cluster.shard.quick import never
+from undertow.engine.tenants.registry import UnknownTenant
 from undertow.serving.async_memories import AsyncMemories
 
 from ...support.cluster.shard import some
@@ -34,7 +37,8 @@ class World:
         self.memories, self.now_s = memories, 0.0
         self.work: EngineWork = memories._router._shard._work  # type: ignore[union-attr]
         self.work._served = served = Served(self.clock_s)
-        self.work._deciding, self.work._long.pacing = (Pacing(served, self.clock_s) for _ in range(2))
+        self.work._deciding, self.work.purging = (Pacing(served, self.clock_s) for _ in range(2))
+        self.work._long.pacing, self.work._long.erasing = (Pacing(served, self.clock_s) for _ in range(2))
 
     def clock_s(self) -> float:
         return self.now_s
@@ -117,7 +121,7 @@ async def test_they_wait_beside_a_call_of_theirs_that_began_and_was_put_off(tmp_
 
 
 async def test_a_call_that_has_begun_comes_behind_what_was_put_back_and_before_the_others() -> None:
-    queue = FairQueue(Pacing(Served()))
+    queue = FairQueue(Pacing(Served()), Pacing(Served()))
     first, other, begun = (Command(lambda: None, Future(), never, tenant="ann") for _ in range(3))
     queue.append(first)
     queue.append(other)
@@ -164,8 +168,53 @@ async def test_calls_with_turns_of_others_do_not_wait_for_who_rests(tmp_path: Pa
         await world.rounds()
         await world.memories.add([*some("ann", 2), *some("bob", 2)])
         assert world.work._long.pacing.rest_s("ann")
-        await world.memories.call(EraseCommand("ann"))  # nor does an erasure, and what came before it
-        assert await heavy
+        await world.memories.call(EraseCommand("ann"))  # nor does an erasure, which goes before it
+        assert not heavy.done()
+        world.now_s += LATER_S
+        with pytest.raises(UnknownTenant):
+            await heavy
+
+
+async def test_an_erasure_waits_after_many_of_them(tmp_path: Path) -> None:
+    async with shard(tmp_path) as world:
+        world.work._long.erasing.worked("ann", MUCH_S)
+        await world.ask("bob")
+        erased = asyncio.create_task(world.memories.call(EraseCommand("ann")))
+        await world.rounds()
+        assert not erased.done() and await world.explain("bob")
+        await world.memories.call(EraseCommand("bob"))
+        world.now_s += LATER_S
+        await erased
+
+
+async def test_an_erasure_goes_before_readings_and_behind_changes() -> None:
+    queue = FairQueue(Pacing(Served()), Pacing(Served()))
+    change, read, erasure = (Command(lambda: None, Future(), never, tenant="ann") for _ in range(3))
+    read.reads, erasure.erases = True, True
+    for command in (change, read, erasure):
+        queue.append(command)
+    assert [queue.pop() for _ in range(3)] == [change, erasure, read]
+
+
+async def test_who_had_many_purges_waits_for_the_next_one_or_for_another_tenants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with shard(tmp_path) as world:
+
+        def slow(*args: Any) -> Any:
+            world.now_s += MUCH_S
+            return remove_bytes(*args)
+
+        monkeypatch.setattr(purges, "remove_bytes", slow)
+        world.work.purging.worked("ann", MUCH_S)
+        await world.ask("bob")
+        certified = asyncio.create_task(world.memories.call(EraseCommand("ann", now=True)))
+        await world.rounds()
+        assert not certified.done()
+        with pytest.raises(UnknownTenant):
+            await world.memories.call(word(1, "ann"))
+        assert await world.memories.call(EraseCommand("bob", now=True)) and await certified
+        assert world.work.purging.rest_s("bob"), "that was its purge"
 
 
 async def test_decisions_of_who_had_many_wait_while_others_are_served(tmp_path: Path) -> None:

@@ -315,8 +315,8 @@ class ApiCalls:
     def _erase(self, command: EraseCommand) -> Future[Certificate | None]:
         tenant, bury = command.tenant, partial(self._bury, command=command)
         if not command.now:
-            return self._ask(bury, tenant=tenant, settles=True, rests=False)
-        buried: Future[None] = self._ask(bury, tenant=tenant, settles=True, rests=False)
+            return self._ask(bury, tenant=tenant, settles=True, erases=True)
+        buried: Future[None] = self._ask(bury, tenant=tenant, settles=True, erases=True)
         return after(buried, lambda _: self._purges.certify(tenant))
 
     def _bury(self, engine: Engine, command: EraseCommand) -> None:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.erasure import NotCertified, Removal, certificate_of, certify, remove_bytes
+from undertow.engine.base.pacing import Pacing
 from undertow.engine.base.results import Certificate
 from undertow.engine.cluster.shard.api.index_build import forward
 from undertow.engine.cluster.shard.commands import NotYet
@@ -35,8 +36,11 @@ def after(first: Future[F], begin: Callable[[F], Future[T]]) -> Future[T]:
 class _Purge:
     """One purge, in two calls of `go_on` if the first one runs beside appends."""
 
-    def __init__(self) -> None:
+    def __init__(self, pacing: Pacing) -> None:
         self.begun = False
+        # whose erasures wait for it
+        self.askers: list[str] = []
+        self._pacing = pacing
         self.future: Future[dict[str, Certificate]] = Future()
         self._removal: Removal | None = None
 
@@ -50,7 +54,8 @@ class _Purge:
         removal, self._removal = self._removal, None
         if removal is not None and removal.journal is engine.journal:  # not of an engine that has failed
             return certify(engine.tenants, removal)
-        removal = remove_bytes(engine.journal, engine.tenants)
+        with self._pacing.measured(*self.askers):
+            removal = remove_bytes(engine.journal, engine.tenants)
         if not engine.journal.is_read_beside:
             return certify(engine.tenants, removal)
         self._removal = removal  # for the loop: only one thread may append
@@ -64,15 +69,18 @@ class Purges:
         """`check` raises if a tenant is not served here."""
         self._ask = work.ask
         self._check = check
+        self._work = work
         self._last: _Purge | None = None
 
-    def purge(self) -> Future[dict[str, Certificate]]:
-        """Certificates by tenant key."""
+    def purge(self, asker: str = "") -> Future[dict[str, Certificate]]:
+        """Certificates by tenant key. `asker`: whose erasure waits for it, if one does."""
         last = self._last
         if last is None or last.begun or last.future.done():
-            last = self._last = _Purge()
+            last = self._last = _Purge(self._work.purging)
             asked = self._ask(last.go_on, wait=True, is_quick=last.is_quick, reads=True, reads_journal=True)
             forward(asked, last.future, lambda certificates: certificates)
+        if asker:
+            last.askers.append(asker)
         # a future for each caller, who may cancel it
         own: Future[dict[str, Certificate]] = Future()
         forward(last.future, own, lambda certificates: certificates)
@@ -81,23 +89,22 @@ class Purges:
     def certify(self, tenant: str) -> Future[Certificate | None]:
         """The certificate of an erased tenant, after a purge if needed. None: no such erasure is known.
 
+        A tenant whose erasures took much of the shard's time waits for its next purge: see Pacing.
         NotCertified: its last bytes are still at the shard that it came from.
         """
 
-        def go_on(found: tuple[Certificate | None] | None) -> Future[Certificate | None]:
-            if found is None:  # once more after the purge, as the tenant may be erased again meanwhile
-                return after(self.purge(), lambda _: self.certify(tenant))
+        def go_on(found: tuple[Certificate | None, ...]) -> Future[Certificate | None]:
+            if not found:  # once more after the purge, as the tenant may be erased again meanwhile
+                return after(self.purge(tenant), lambda _: self.certify(tenant))
             known: Future[Certificate | None] = Future()
             known.set_result(found[0])
             return known
 
-        asked: Future[tuple[Certificate | None] | None] = self._ask(
-            partial(self._find, tenant=tenant), is_quick=lambda _: True
-        )
-        return after(asked, go_on)
+        find = partial(self._find, tenant=tenant)
+        return after(self._ask(find, wait=True, is_quick=lambda _: True), go_on)
 
-    def _find(self, engine: Engine, tenant: str) -> tuple[Certificate | None] | None:
-        """The certificate, in a tuple; None: the tenant awaits its purge."""
+    def _find(self, engine: Engine, tenant: str) -> tuple[Certificate | None, ...] | None:
+        """The certificate, in a tuple; an empty one: a purge may begin for it; None: not yet."""
         self._check(tenant)
         key = engine.journal.info.tenant_key(tenant)
         tombstone = engine.tenants.erased.get(key)
@@ -105,4 +112,4 @@ class Purges:
             return (None if tombstone is None else certificate_of(key, tombstone),)
         if key in engine.tenants.arrived:
             raise NotCertified
-        return None
+        return None if self._work.purging.rest_s(tenant) else ()
