@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Annotated, Any
 
 import orjson
@@ -62,7 +62,8 @@ async def _stream(
     ends_s = time.monotonic() + service.settings.stream_s
     feed, call, key = service.feed, service.memories.call, service.memories.tenant_key(tenant)
     at = {} if last is None else {home: feed.lsn(key, home, last) for home in await call(EventsQuery({}))}
-    with feed.listening(frozenset([key])) as news, service.metrics.event_streams.track_inprogress():
+    listening = feed.listening(frozenset([key])) if follow else nullcontext(asyncio.Event())
+    with listening as news, service.metrics.event_streams.track_inprogress():
         while True:
             news.clear()
             pages = await call(EventsQuery(at, frozenset([key]), PAGE, text, asker=tenant))
