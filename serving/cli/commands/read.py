@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from undertow.engine.base.limits import MAX_QUERY_CHARS
 from undertow.engine.base.model import AnswerMode, MemoryKind, UndertowError, unknown_memory
 from undertow.engine.storage.location import Location
 from undertow.serving.cli import options as opt
@@ -163,6 +164,8 @@ def _put_explained(hits: list[Report], how: Report, title: str, *, as_json: bool
 def _check_words(name: str, text: str) -> None:
     if not text.strip():
         raise WrongUsage(f"the {name} is empty. Give some words to search for.")
+    if len(text) > MAX_QUERY_CHARS:
+        raise WrongUsage(f"the {name} has {len(text):,} characters. Ask in at most {MAX_QUERY_CHARS:,}.")
 
 
 def _filters(options: list[str]) -> dict[str, Any]:
