@@ -29,6 +29,8 @@ from undertow.serving.mcp.server import Caller, make_server
 PATH = "/mcp"
 # Never resolved: the transport is the application. A service without keys accepts this host.
 HERE = "http://localhost"
+# what the MCP library's own tasks take of the loop for a request (measured: 3 ms of 3.4)
+LIBRARY_S = 0.003
 # the MCP client retries, not a busy service
 _NO_RETRIES = Retries(patience_s=0)
 
@@ -68,12 +70,15 @@ class _McpEndpoint:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        decode_path(scope)
+        tenant, sender, service = decode_path(scope), sender_of(scope), scope["app"].state.service
         s = self._settings
         within = bounded(receive, Headers(scope=scope), s.max_body_bytes, s.body_timeout_s)
+        covered = tenant is not None and sender.reach.covers(tenant)
+        turn = service.turns.turn(tenant if covered else f"\0{sender.key_id}", scope)
         # the request that it makes counts for the tenant
-        with scope["app"].state.service.load.share(sender_of(scope).key_id, None):
-            await self.manager.handle_request(scope, within, send)
+        with service.load.share(sender.key_id, None):
+            handled = self.manager.handle_request(scope, turn.after_body(within), send)
+            await turn.timed(handled, LIBRARY_S)
 
     @asynccontextmanager
     async def _caller_of(self, request: Request) -> AsyncIterator[Caller]:

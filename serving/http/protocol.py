@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http
+import re
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
@@ -37,12 +38,14 @@ def written(problem: Problem) -> tuple[bytes, bytes]:
 
 
 OWN = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+OF_TENANT = re.compile(rb"/(?:v1/tenants|mcp)/([^/]+)")
 UNREAD, UNREAD_BODY = written(Problem(429, *OVERLOAD[:2], headers=OWN, retry_after_s=SOON_S))
 
 
 def tenant_in(path: bytes) -> bytes:
     """A tenant's name in a path, decoded as it may be written in many ways; empty: there is none."""
-    return unquote_to_bytes(path.split(b"/", 4)[3]) if path.startswith(b"/v1/tenants/") else b""
+    found = OF_TENANT.match(path)
+    return unquote_to_bytes(found[1]) if found else b""
 
 
 class Joined:

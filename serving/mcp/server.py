@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from mcp.server import Server, ServerRequestContext
@@ -59,9 +60,7 @@ def make_server(caller_of: CallerOf) -> Server[Any]:
         context: ServerRequestContext[Any, Any], _: PaginatedRequestParams | None
     ) -> ListToolsResult:
         async with caller_of(context.request) as caller:
-            bound = caller.tenant is not None
-        tools = (tool for tool in TOOLS.values() if tool.of_tenant or not bound)
-        return ListToolsResult(tools=[tool.described(bound=bound) for tool in tools])
+            return _listed(caller.tenant is not None)
 
     async def call_tool(
         context: ServerRequestContext[Any, Any], params: CallToolRequestParams
@@ -86,6 +85,12 @@ def make_server(caller_of: CallerOf) -> Server[Any]:
         on_list_tools=list_tools,
         on_call_tool=call_tool,
     )
+
+
+@cache
+def _listed(bound: bool) -> ListToolsResult:
+    tools = (tool for tool in TOOLS.values() if tool.of_tenant or not bound)
+    return ListToolsResult(tools=[tool.described(bound=bound) for tool in tools])
 
 
 async def _run(tool: Tool, caller: Caller, arguments: Mapping[str, Any]) -> Result:

@@ -298,9 +298,9 @@ class Turn:
 
         return receive_in_turn
 
-    def timed(self, work: Awaitable[None]) -> _Timed:
-        """The work for the request. Its use of the loop counts as the tenant's."""
-        return _Timed(work, partial(self._turns.end, self))
+    def timed(self, work: Awaitable[None], beside_s: float = 0.0) -> _Timed:
+        """The work for the request. Its use of the loop counts as the tenant's, and so does `beside_s`."""
+        return _Timed(work, lambda seconds: self._turns.end(self, seconds + beside_s))
 
 
 class _Timed:

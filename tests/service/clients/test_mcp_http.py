@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from mcp import Client, MCPError
 
-from undertow.serving.auth.key_file import KeyFile
+from undertow.serving.auth.key_file import KEY_TEXT, KeyFile
 from undertow.serving.auth.principal import Scope
+from undertow.serving.http.middleware.fair_turns import FairTurns
 from undertow.serving.mcp.schemas import UNTRUSTED
 
 from ...support.service.http import Running, at, is_problem, said, serving
@@ -321,6 +323,19 @@ def test_invalid_mcp_is_refused(running: Running, body: bytes) -> None:
     response = running.client().post("/mcp", content=body, headers=accept)
     assert response.status_code < 500
     assert "result" not in response.text or '"error"' in response.text
+
+
+def test_a_request_takes_the_turn_of_a_tenant_that_its_key_covers(
+    running: Running, calls_of: Callable[..., list[str]]
+) -> None:
+    names = calls_of(FairTurns, "turn", lambda _, tenant, *__: tenant)
+    listing = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
+    accepts = {"accept": "application/json, text/event-stream"}
+    for path, covered, name in (("/mcp/ann", "ann", "ann"), ("/mcp/ann", "bob", ""), ("/mcp", "ann", "")):
+        key = running.key(Scope.READ, tenants=(covered,))
+        running.client_of(key).post(path, json=listing, headers=accepts).raise_for_status()
+        key_id = KEY_TEXT.fullmatch(key)
+        assert key_id is not None and names.pop() == (name or f"\0{key_id[1]}") and not names
 
 
 def test_a_body_that_is_too_large_is_refused(running: Running) -> None:

@@ -341,7 +341,8 @@ async def test_refusals_are_counted_and_told_together(caplog: pytest.LogCaptureF
 def test_a_tenant_s_name_is_the_same_however_it_is_written() -> None:
     assert tenant_in(b"/v1/tenants/ann/search") == tenant_in(b"/v1/tenants/%61nn") == b"ann"
     assert tenant_in(b"/v1/tenants/a%2Fb/stats") == b"a/b"
-    assert tenant_in(b"/v1/tenants") == tenant_in(b"/mcp/ann") == b""
+    assert tenant_in(b"/mcp/%61nn") == b"ann"
+    assert tenant_in(b"/v1/tenants") == tenant_in(b"/v1/tenants/") == tenant_in(b"/mcp") == b""
 
 
 @pytest.fixture
