@@ -18,11 +18,11 @@ from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.base.queries import AnswerQuery, ApiCall, ExportQuery, R
 from undertow.engine.base.results import Answer, Report
 from undertow.engine.cluster.in_process import InProcess
-from undertow.engine.cluster.routing.loop_tasks import in_loop
 from undertow.engine.cluster.routing.router import Router, ShardStates
 from undertow.engine.cluster.shard.api.answer_streams import AnswerTicket, Said, UnknownTicket
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.llm.client import BrokenOff
+from undertow.engine.llm.loop_tasks import in_loop
 from undertow.engine.storage.location import Location
 
 T = TypeVar("T")

@@ -17,10 +17,10 @@ from undertow.engine.base.model import Turn, UndertowError, unknown_memory
 from undertow.engine.base.queries import AnswerQuery, ApiCall, MemoryCall, R, StoreCall
 from undertow.engine.base.results import Receipt
 from undertow.engine.cluster.root import SINGLE, SingleStoreRoot
-from undertow.engine.cluster.routing.loop_tasks import refused, then
 from undertow.engine.cluster.shard.api.answer_streams import AnswerTicket
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard.supervisor import EngineParts
+from undertow.engine.llm.loop_tasks import refused, then
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.row_codec import pack_turn

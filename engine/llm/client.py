@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-import threading
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, Protocol, Self
 
 from undertow.engine.base.config import Settings
 from undertow.engine.llm.discovery import server_addresses
 from undertow.engine.llm.load_balancer import LoadBalancer
+from undertow.engine.llm.loop_tasks import LoopTasks
 from undertow.engine.llm.replies import (
     BadReply,
     BrokenOff,
@@ -45,8 +43,6 @@ __all__ = [
     "ServerRefused",
     "read_reply",
 ]
-
-log = logging.getLogger(__name__)
 
 
 class Completions(Protocol):
@@ -96,25 +92,19 @@ class OpenAILLM:
         self.on_call = on_call
         self._retries = Retries(self._servers, self._report)
         self._numbers = itertools.count()
-        self._tasks: set[asyncio.Task[Completion]] = set()
-        self._closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="undertow-llm", daemon=True)
-        self._thread.start()
+        self._tasks = LoopTasks(None, "undertow-llm")
 
     def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
-        return self._queue(LLMRequest(prompt, tenant, next(self._numbers)))
+        return self._begin(LLMRequest(prompt, tenant, next(self._numbers)))
 
     def stream(self, prompt: Prompt, *, tenant: str, on_text: OnText) -> Future[Completion]:
         """See LLMClient.stream."""
-        return self._queue(LLMRequest(prompt, tenant, next(self._numbers), on_text))
+        return self._begin(LLMRequest(prompt, tenant, next(self._numbers), on_text))
 
-    def _queue(self, job: LLMRequest) -> Future[Completion]:
-        if self._closed:
+    def _begin(self, job: LLMRequest) -> Future[Completion]:
+        if self._tasks.closed:
             raise RuntimeError("this LLM client is closed")
-        self._loop.call_soon_threadsafe(self._start, job)
-        job.future.add_done_callback(partial(self._stop_if_cancelled, job))
-        return job.future
+        return self._tasks.begin(self._retries.complete(job))
 
     def cancel(self, future: Future[Completion]) -> None:
         """Cancel a request in any state. No effect on a future that is done."""
@@ -140,17 +130,11 @@ class OpenAILLM:
 
     def healthy(self) -> ServerHealth:
         """Ask every server for its models. Returns whether all are usable, with a message for each."""
-        return asyncio.run_coroutine_threadsafe(self._probe(), self._loop).result()
+        return self._tasks.begin(self._probe()).result()
 
     def close(self) -> None:
         """Cancel all requests and end the thread."""
-        if self._closed:
-            return
-        self._closed = True
-        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._tasks.close(self._shut_down())
 
     def __enter__(self) -> Self:
         return self
@@ -163,27 +147,6 @@ class OpenAILLM:
     def _report(self, *call: Any) -> None:
         if self.on_call is not None:
             self.on_call(*call)
-
-    def _start(self, job: LLMRequest) -> None:
-        job.task = self._loop.create_task(self._retries.complete(job))
-        self._tasks.add(job.task)
-        job.task.add_done_callback(partial(self._deliver, job))
-
-    def _stop_if_cancelled(self, job: LLMRequest, future: Future[Completion]) -> None:
-        if future.cancelled() and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(lambda: job.task and job.task.cancel())
-
-    def _deliver(self, job: LLMRequest, task: asyncio.Task[Completion]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled():
-            job.future.cancel()
-        error = None if task.cancelled() else task.exception()
-        if not job.future.set_running_or_notify_cancel():
-            return
-        if error is not None:
-            job.future.set_exception(error)
-        else:
-            job.future.set_result(task.result())
 
     async def _probe(self) -> ServerHealth:
         async def offer(server: Server) -> list[str] | Trouble | ServerRefused:
@@ -198,8 +161,5 @@ class OpenAILLM:
         return ServerHealth(all(health.ok for health in found), "; ".join(health.text for health in found))
 
     async def _shut_down(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
         await self._servers.close()

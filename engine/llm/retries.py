@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import logging
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from undertow.engine.base.model import Usage
@@ -51,7 +50,7 @@ _OUTCOMES: dict[type[Exception], str] = {Trouble: "retry", Rejected: "rejected",
 
 @dataclass(slots=True)
 class LLMRequest:
-    """One prompt and its future."""
+    """One prompt, until its reply."""
 
     prompt: Prompt
     tenant: str
@@ -59,9 +58,7 @@ class LLMRequest:
     on_text: OnText | None = None
     # A piece of the reply was streamed, so that it cannot be requested again.
     begun: bool = False
-    future: Future[Completion] = field(default_factory=Future)
     submitted_s: float = field(default_factory=time.perf_counter)
-    task: asyncio.Task[Completion] | None = None
 
     def tell(self, text: str) -> None:
         assert self.on_text is not None, "somebody listens"

@@ -30,11 +30,11 @@ from undertow.engine.base.queries import (
 from undertow.engine.base.results import Receipt, TableReport
 from undertow.engine.cluster.root import SharedRoot
 from undertow.engine.cluster.routing.errors import Backoff, ShardCalls, ShardDown, ShardGone
-from undertow.engine.cluster.routing.loop_tasks import LoopTasks
 from undertow.engine.cluster.routing.shard_pool import ShardPool
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard_map import Removed
 from undertow.engine.cluster.wire import FEW_ROWS, Status, check_turns, pack, pack_turn, unpack_receipts
+from undertow.engine.llm.loop_tasks import LoopTasks
 from undertow.engine.readers import StoreEncoder, turns_of_rows
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.location import Location
@@ -78,7 +78,7 @@ class Router(MemoryApi):
         self.root = SharedRoot.of(where)
         self.settings = settings or ClusterSettings()
         self._pool = ShardPool(self.root, connect, self.settings)
-        self._tasks = LoopTasks(loop)
+        self._tasks = LoopTasks(loop, "router")
 
     def __enter__(self) -> Self:
         return self

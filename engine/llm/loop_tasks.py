@@ -16,26 +16,27 @@ T = TypeVar("T")
 
 
 class LoopTasks:
-    """The tasks of a router, on a given event loop or on one of its own, which a thread runs."""
+    """The tasks of a router or a client, on a given event loop or on one of its own, which a thread runs."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        # guards `_closed`: a task that began after the end would wait for a loop that has ended
+    def __init__(self, loop: asyncio.AbstractEventLoop | None, name: str) -> None:
+        # guards `closed`: a task that began after the end would wait for a loop that has ended
         self._closing = threading.Lock()
-        self._closed = False
+        self.closed = False
+        self._name = name
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = loop or asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         if loop is None:
-            self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
+            self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
             self._thread.start()
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin a task. Cancelling its future cancels it. UndertowError: the router was closed."""
+        """Begin a task. Cancelling its future cancels it. UndertowError: this was closed."""
         begun: Future[T] = Future()
         with self._closing:
-            if self._closed:
+            if self.closed:
                 work.close()
-                raise UndertowError("the router was closed. Open it again.")
+                raise UndertowError(f"the {self._name} was closed. Open it again.")
             if asyncio._get_running_loop() is self._loop:
                 self._run(work, begun)
             else:
@@ -45,13 +46,13 @@ class LoopTasks:
     def run(self, begin: Callable[[], Future[T]]) -> Future[T]:
         """What `begin` begins: on the loop's thread at once, elsewhere in a task.
 
-        Its errors are set on the future. UndertowError: the router was closed.
+        Its errors are set on the future. UndertowError: this was closed.
         """
 
         async def begun() -> T:
             return await in_loop(begin())
 
-        if asyncio._get_running_loop() is not self._loop or self._closed:
+        if asyncio._get_running_loop() is not self._loop or self.closed:
             return self.begin(begun())
         try:
             return begin()
@@ -91,7 +92,7 @@ class LoopTasks:
     def close(self, last: Coroutine[Any, Any, None]) -> None:
         """Do one last thing, and nothing after it. Call this on another thread than the loop's."""
         with self._closing:
-            closed, self._closed = self._closed, True
+            closed, self.closed = self.closed, True
         if closed:
             last.close()
             return
