@@ -8,7 +8,7 @@ a policy must be a pure function of its inputs: the scheduler may start it ahead
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
@@ -402,3 +402,12 @@ def forgotten(memory: Memory, seq: int) -> Memory:
     So only memories that a user deleted keep sources, which no replay remakes.
     """
     return replace(deletion(memory, seq), source_seqs=(), source_messages=(), shown_seqs=(), links=())
+
+
+def endings(lost: Iterable[Memory], ended: Iterable[Memory], seq: int) -> tuple[Draft, ...]:
+    """The last versions of memories that may contain a deleted turn's words, and of those `ended` before.
+
+    The history of the latter still has the words: another deletion redacts it.
+    """
+    last = [*(forgotten(m, seq) for m in lost), *(deletion(m, seq) for m in ended)]
+    return tuple(Draft(m, None) for m in last)

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from undertow.engine.base.model import Decision, Memory
+from undertow.engine.base.model import Decision
 from undertow.engine.policies.a_mem.notes import Content, own_turns, rewrite, write
 from undertow.engine.policies.base import (
     Decide,
-    Draft,
     MemoryView,
     Policy,
     PolicyResult,
     PromptBudget,
     Tiers,
-    deletion,
-    forgotten,
+    endings,
 )
 from undertow.engine.policies.work import Failed, Work, messages_of, parked
 from undertow.engine.storage.row_codec import LlmJob
@@ -65,12 +63,11 @@ class AMem(Policy):
         """
         job = Work(seq, memory, self._budget)
         shaken = [note for note in memory.current("fact") if turn_seq in note.reach]
-        # The history of notes deleted before still has the words: another deletion redacts it.
         ended = [note for note in memory.ended("fact") if turn_seq in note.reach]
-        gone = tuple(Draft(m, None) for m in self._gone(seq, shaken, ended))
+        gone = endings(shaken, ended, seq)
         kept = [note for note in shaken if turn_seq not in own_turns(job, note)]
         lost = [note for note in shaken if note not in kept]
-        job.drafts += [Draft(m, None) for m in self._gone(seq, lost, ended)]
+        job.drafts += endings(lost, ended, seq)
         try:
             for note in kept:
                 yield from rewrite(job, note, frozenset(one.id for one in lost))
@@ -79,10 +76,6 @@ class AMem(Policy):
             rest = tuple(sorted({s for note in kept for s in note.source_seqs}))
             return parked(error, job.operation, rest, drafts=gone)
         return PolicyResult(Decision.FIRED, drafts=tuple(job.drafts))
-
-    @staticmethod
-    def _gone(seq: int, notes: list[Memory], ended: list[Memory]) -> list[Memory]:
-        return [forgotten(note, seq) for note in notes] + [deletion(note, seq) for note in ended]
 
 
 def _contents(turns: Sequence[int], view: MemoryView) -> list[Content]:

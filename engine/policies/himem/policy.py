@@ -14,15 +14,13 @@ from dataclasses import replace
 from undertow.engine.base.model import Decision, Memory
 from undertow.engine.policies.base import (
     Decide,
-    Draft,
     Learns,
     MemoryView,
     Policy,
     PolicyResult,
     PromptBudget,
     Tiers,
-    deletion,
-    forgotten,
+    endings,
 )
 from undertow.engine.policies.himem.episodes import has_room, write_episodes
 from undertow.engine.policies.himem.notes import NoteCalls, forget_least_used, restore_notes, write_notes
@@ -98,10 +96,8 @@ class HiMem(Policy):
         reach = {turn_seq, *(s for e in every if e.born_at_seq in windows for s in e.source_seqs)}
         shaken = [e for e in memory.current("episode") if e.born_at_seq in windows]
         notes = [n for n in memory.current("fact") if reach & n.reach]
-        # The history of memories deleted before still has the words: another deletion redacts it.
         ended = [m for m in (*memory.ended("episode"), *memory.ended("fact")) if reach & m.reach]
-        dead = [forgotten(m, seq) for m in (*shaken, *notes)] + [deletion(m, seq) for m in ended]
-        gone = tuple(Draft(m, None) for m in dead)
+        gone = endings((*shaken, *notes), ended, seq)
         rest = sorted({s for e in shaken for s in e.source_seqs if memory.exists(s)} - {turn_seq})
         others = sorted({s for n in notes for s in n.source_seqs if memory.exists(s)} - reach)
         work = Work(seq, memory, self._budget)

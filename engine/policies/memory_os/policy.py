@@ -10,14 +10,12 @@ from __future__ import annotations
 from undertow.engine.base.model import Decision
 from undertow.engine.policies.base import (
     Decide,
-    Draft,
     MemoryView,
     Policy,
     PolicyResult,
     PromptBudget,
     Tiers,
-    deletion,
-    forgotten,
+    endings,
 )
 from undertow.engine.policies.memory_os.pages import TurnPages
 from undertow.engine.policies.memory_os.persona import learn, learned
@@ -80,10 +78,8 @@ class MemoryOS(Policy):
         pages = TurnPages(work)
         segments = [e for e in memory.current("episode") if turn_seq in e.reach]
         lines = [f for f in memory.current("fact") if turn_seq in f.reach]
-        # The history of memories deleted before still has the words: another deletion redacts it.
         ended = [m for m in (*memory.ended("episode"), *memory.ended("fact")) if turn_seq in m.reach]
-        work.drafts += [Draft(forgotten(line, seq), None) for line in lines]
-        work.drafts += [Draft(deletion(m, seq), None) for m in ended]
+        work.drafts += endings(lines, ended, seq)
         lost = sorted({s for line in lines for s in line.reach if memory.exists(s)} - {turn_seq})
         try:
             for segment in segments:
@@ -91,9 +87,8 @@ class MemoryOS(Policy):
             yield from learn(pages, pages.existing(lost))
         except Failed as error:
             # They must go even if they cannot be made again yet.
-            gone = [forgotten(m, seq) for m in (*lines, *segments)] + [deletion(m, seq) for m in ended]
             filed = {s for segment in segments for s in segment.source_seqs if memory.exists(s)}
             rest = tuple(sorted({*lost, *filed} - {turn_seq}))
-            drafts = tuple(Draft(m, None) for m in gone)
+            drafts = endings((*lines, *segments), ended, seq)
             return parked(error, "persona" if lost else "topic", rest, drafts=drafts)
         return PolicyResult(Decision.FIRED, drafts=tuple(work.drafts))

@@ -14,14 +14,12 @@ from undertow.engine.base.config import Ablation, EpisodeText
 from undertow.engine.base.model import Decision
 from undertow.engine.policies.base import (
     Decide,
-    Draft,
     MemoryView,
     Policy,
     PolicyResult,
     PromptBudget,
     Tiers,
-    deletion,
-    forgotten,
+    endings,
 )
 from undertow.engine.policies.nemori.job import WindowJob
 from undertow.engine.policies.nemori.management import Management
@@ -103,10 +101,8 @@ class Nemori(Policy):
         distilled = {f.id: self.management.distilled_from(work, f) for f in loose}
         gone = [f for f in loose if turn_seq in distilled[f.id]]
         kept = [f for f in loose if turn_seq not in distilled[f.id]]
-        # The history of memories deleted before still has the words: another deletion redacts it.
         ended = [m for m in (*memory.ended("episode"), *memory.ended("fact")) if turn_seq in m.reach]
-        work.drafts += [Draft(forgotten(f, seq), None) for f in gone]
-        work.drafts += [Draft(deletion(m, seq), None) for m in ended]
+        work.drafts += endings(gone, ended, seq)
         lost = _others([distilled[f.id] for f in gone], turn_seq, memory)
         try:
             yield from self.management.remake(work, kept, gone)
@@ -118,10 +114,9 @@ class Nemori(Policy):
             yield from work.distil_direct(work.messages_without_episode(lost))
         except Failed as error:
             # What was derived from the deleted turn must go even if it cannot be remade yet.
-            versions = [forgotten(m, seq) for m in (*loose, *shaken)] + [deletion(m, seq) for m in ended]
             reached = [*distilled.values(), *(e.reach for e in shaken)]
             rest = _others(reached, turn_seq, memory)
-            return work.parked(error, rest, tuple(Draft(m, None) for m in versions))
+            return work.parked(error, rest, endings((*loose, *shaken), ended, seq))
         return work.outcome(())
 
     def _job(self, seq: int, memory: MemoryView) -> WindowJob:
