@@ -22,6 +22,10 @@ PolicyName = Literal["recmem", "eager", "nemori", "himem", "a-mem", "memory-os"]
 AnswerMode = Literal["hybrid", "best_effort"]
 # How an answer is asked for: with notes before it, the same in a few words, or in one go as in the papers.
 AnswerStyle = Literal["notes", "short", "paper"]
+# Exports of other programs, and all that a log may be.
+ExportFormat = Literal["chatgpt", "claude", "whatsapp", "slack", "mem0", "zep", "langgraph"]
+LogFormat = Literal["messages", "parquet", "locomo", "longmemeval", ExportFormat]
+Format = Literal["auto", LogFormat]
 
 
 class Decision(StrEnum):

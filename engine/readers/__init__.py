@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from undertow.engine.base.model import BadInput, InputError
+from undertow.engine.base.model import BadInput, Format, InputError, LogFormat
 from undertow.engine.readers.blocks import block_of_error, blocks_of
 from undertow.engine.readers.datasets import locomo, longmemeval, read_samples
 from undertow.engine.readers.exports import EXPORTS, WITHOUT_TENANT, export_records
-from undertow.engine.readers.files import JSON_LINES, Format, LogFormat, detect_format, find_logs
+from undertow.engine.readers.files import JSON_LINES, detect_format, find_logs
 from undertow.engine.readers.jsonl import MessageReader, jsonl_blocks
 from undertow.engine.readers.messages import name_of, parse_messages
 from undertow.engine.readers.pairing import own_time, pair_chat, pair_dialogue

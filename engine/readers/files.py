@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import ijson
 import orjson
 
-from undertow.engine.base.model import BadInput, InputError
+from undertow.engine.base.model import BadInput, InputError, LogFormat
 from undertow.engine.readers.exports.source import (
     UNREADABLE,
     ZIP,
-    ExportFormat,
     Opener,
     json_members,
     members,
@@ -24,9 +22,6 @@ from undertow.engine.readers.exports.whatsapp import is_whatsapp
 from undertow.engine.readers.source import DAMAGED, Log, objects_below
 from undertow.engine.storage.location import S3
 from undertow.engine.storage.store_info import is_store
-
-LogFormat = Literal["messages", "parquet", "locomo", "longmemeval"] | ExportFormat
-Format = Literal["auto"] | LogFormat
 
 # A file of this name is read as JSON lines.
 JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")

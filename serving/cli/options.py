@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import typer
 from typer.models import OptionInfo
 
-from undertow.engine.base.model import InputError
+from undertow.engine.base.model import Format, InputError
 from undertow.engine.storage.location import Location
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
 from undertow.serving.cli.served import SCHEMES, ServiceUrl
@@ -104,21 +104,7 @@ KeptIn = Annotated[
 Paths = Annotated[
     list[str], typer.Argument(metavar="PATH...", help="Logs, or folders of logs; also s3://BUCKET/PREFIX.")
 ]
-LogFormatName = Literal[
-    "auto",
-    "messages",
-    "parquet",
-    "locomo",
-    "longmemeval",
-    "chatgpt",
-    "claude",
-    "whatsapp",
-    "slack",
-    "mem0",
-    "zep",
-    "langgraph",
-]
-LogFormat = Annotated[LogFormatName, typer.Option("--format", help="auto: told by the content.")]
+LogFormat = Annotated[Format, typer.Option("--format", help="auto: told by the content.")]
 Owner = Annotated[
     str | None,
     typer.Option("--tenant", metavar="NAME", help="The owner of an export's turns (docs/importing.md)."),

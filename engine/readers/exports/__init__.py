@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from undertow.engine.base.model import PackedTurn
+from undertow.engine.base.model import ExportFormat, PackedTurn
 from undertow.engine.readers.exports.chatgpt import chatgpt
 from undertow.engine.readers.exports.claude import claude
 from undertow.engine.readers.exports.langgraph import langgraph
 from undertow.engine.readers.exports.mem0 import mem0
 from undertow.engine.readers.exports.slack import slack
-from undertow.engine.readers.exports.source import ExportFormat, json_members, json_records, members
+from undertow.engine.readers.exports.source import json_members, json_records, members
 from undertow.engine.readers.exports.turns import Export, by_time
 from undertow.engine.readers.exports.whatsapp import whatsapp
 from undertow.engine.readers.exports.zep import zep

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, cast
 from zipfile import BadZipFile, ZipFile
 
 import ijson
 
+from undertow.engine.base.model import ExportFormat
 from undertow.engine.readers.source import DAMAGED, Log
 
-ExportFormat = Literal["chatgpt", "claude", "whatsapp", "slack", "mem0", "zep", "langgraph"]
 UNREADABLE = (*DAMAGED, ijson.JSONError, UnicodeDecodeError, BadZipFile, NotImplementedError)
 ZIP = ".zip"
 Opener = Callable[[], BinaryIO]

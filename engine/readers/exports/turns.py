@@ -10,8 +10,8 @@ from itertools import islice
 from tempfile import SpooledTemporaryFile
 from typing import Any, NamedTuple
 
-from undertow.engine.base.model import Message, PackedTurn, Turn, key_digest, time_key
-from undertow.engine.readers.exports.source import UNREADABLE, ExportFormat
+from undertow.engine.base.model import ExportFormat, Message, PackedTurn, Turn, key_digest, time_key
+from undertow.engine.readers.exports.source import UNREADABLE
 from undertow.engine.readers.messages import check_metadata, check_text, name_of, time_of
 from undertow.engine.readers.pairing import own_time, pair_chat
 from undertow.engine.readers.record import BadField, PackedRecord

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
-from undertow.engine.base.model import PolicyName, as_embedded
+from undertow.engine.base.model import Format, PolicyName, as_embedded
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.output import put_json, put_table, put_text
@@ -117,7 +117,7 @@ def _document(
 
 
 def _turns(
-    paths: list[str], format: opt.LogFormatName, tenant: str | None, settings: Settings
+    paths: list[str], format: Format, tenant: str | None, settings: Settings
 ) -> tuple[dict[str, list[Turn]], IngestReport]:
     """Each tenant's turns in order of arrival without duplicates, as ingestion would store them."""
     from undertow.engine.base.results import IngestReport

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undertow.engine.base.model import InputError
+from undertow.engine.base.model import ExportFormat, InputError
 from undertow.engine.readers import Format, detect_format
 from undertow.engine.readers.exports import EXPORTS, WITHOUT_TENANT
-from undertow.engine.readers.exports.source import ExportFormat
-from undertow.serving.cli.options import LogFormatName
 
 from ....support.readers import GOOD
 from .samples import (
@@ -49,7 +47,7 @@ VALUES = st.recursive(
 
 
 def test_the_program_offers_every_format() -> None:
-    offered = set(get_args(LogFormatName))
+    offered = set(get_args(Format))
     assert set(EXPORTS) == set(get_args(ExportFormat)) <= offered
     assert offered - set(EXPORTS) == {"auto", "messages", "parquet", "locomo", "longmemeval"}
 
