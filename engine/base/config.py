@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
-from undertow.engine.base.environment import PREFIX, refuse_unknown
+from undertow.engine.base.environment import PREFIX, CheckedSettings
 from undertow.engine.base.gpu_shares import GpuShares
 from undertow.engine.base.model import AnswerMode, AnswerStyle, PolicyName, UndertowError
 from undertow.engine.base.pair_cosines import prior_theta
@@ -54,10 +54,10 @@ _OF_POLICY: Mapping[PolicyName, Mapping[str, Any]] = {
 _OWN_PARAMETERS = {"model", "messages", "response_format", "stream", "max_tokens", "max_completion_tokens"}
 
 
-class Settings(BaseSettings):
+class Settings(CheckedSettings):
     """Settings of one engine. Thresholds that are not set come from the profile."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=PREFIX)
 
     # The policy that makes memories (engine/policies). A store keeps the one that it was created with.
     policy: PolicyName = "recmem"
@@ -232,12 +232,6 @@ class Settings(BaseSettings):
             own = ", ".join(sorted(_OWN_PARAMETERS))
             raise ValueError(f"UNDERTOW_LLM_EXTRA_BODY must be a JSON object without {own}")
         return text
-
-    @model_validator(mode="before")
-    @classmethod
-    def _every_variable_is_a_setting(cls, given: Any) -> Any:
-        refuse_unknown(PREFIX, cls.model_fields)
-        return given
 
     @model_validator(mode="after")
     def _reply_fits(self) -> Self:

@@ -6,6 +6,10 @@ import os
 import re
 from collections.abc import Collection
 from difflib import get_close_matches
+from typing import Any
+
+from pydantic import model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "UNDERTOW_"
 # Settings of their own: of the service, of a cluster.
@@ -18,6 +22,18 @@ OTHERS = (
 )
 
 SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP)(_\w+)?)?$")
+
+
+class CheckedSettings(BaseSettings):
+    """Settings from the variables with the prefix of a subclass, each of which must be one of them."""
+
+    model_config = SettingsConfigDict(env_ignore_empty=True, frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _every_variable_is_a_setting(cls, given: Any) -> Any:
+        refuse_unknown(cls.model_config["env_prefix"], cls.model_fields)
+        return given
 
 
 def refuse_unknown(prefix: str, settings: Collection[str]) -> None:

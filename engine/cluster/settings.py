@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
-from undertow.engine.base.environment import refuse_unknown
+from undertow.engine.base.environment import CheckedSettings
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.process_tuning import ONE_HEAP
 
@@ -24,12 +24,10 @@ class ResourcesLacking(UndertowError):
     """The cluster lacks resources that its shards need."""
 
 
-class ClusterSettings(BaseSettings):
+class ClusterSettings(CheckedSettings):
     """One shard's share of the cluster, and the bounds between a router and a shard."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="UNDERTOW_CLUSTER_", env_ignore_empty=True, frozen=True, extra="forbid"
-    )
+    model_config = SettingsConfigDict(env_prefix="UNDERTOW_CLUSTER_")
 
     # CPUs that Ray sets aside for a shard
     num_cpus: float = Field(default=1.0, ge=0)
@@ -53,12 +51,6 @@ class ClusterSettings(BaseSettings):
     max_pending_calls: int = Field(default=256, ge=8)
     # how long calls wait for a shard that is down, before they fail
     patience_s: float = Field(default=300.0, gt=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _every_variable_is_a_setting(cls, given: Any) -> Any:
-        refuse_unknown("UNDERTOW_CLUSTER_", cls.model_fields)
-        return given
 
     @model_validator(mode="after")
     def _leave_room(self) -> Self:

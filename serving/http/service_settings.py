@@ -6,20 +6,20 @@ engine.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field, IPvAnyNetwork, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
-from undertow.engine.base.environment import refuse_unknown
+from undertow.engine.base.environment import CheckedSettings
 
 PREFIX = "UNDERTOW_SERVICE_"
 
 
-class ServiceSettings(BaseSettings):
+class ServiceSettings(CheckedSettings):
     """Limits on requests, jobs and connections, and the timing of the shutdown."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=PREFIX)
 
     # the size of one request, and of an import
     max_body_bytes: int = Field(default=4 << 20, ge=1 << 10)
@@ -85,12 +85,6 @@ class ServiceSettings(BaseSettings):
     # and how long requests under way may take
     drain_notice_s: float = Field(default=1.0, ge=0)
     drain_s: float = Field(default=30.0, gt=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _every_variable_is_a_setting(cls, given: Any) -> Any:
-        refuse_unknown(PREFIX, cls.model_fields)
-        return given
 
     @model_validator(mode="after")
     def _issuer_has_an_audience(self) -> Self:
