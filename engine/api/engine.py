@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from undertow.engine.api.answer_calls import AnswerCalls
 from undertow.engine.api.edit_calls import EditCalls
@@ -176,12 +176,6 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
                 "`undertow policy` gives single tenants another."
             )
         return given if "policy" in given.model_fields_set else given.under(stored)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Release the store and the vectors' memory; no call works after it.

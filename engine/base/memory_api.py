@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from undertow.engine.base import queries as q
 from undertow.engine.base.model import AnswerMode, Memory, Turn
@@ -46,6 +46,15 @@ class MemoryApi(ABC):
 
         InputError: one of them is invalid, and none was stored.
         """
+
+    def close(self) -> None:  # noqa: B027 - not all hold something
+        """Release what it holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # ---- search and answers
 

@@ -63,12 +63,6 @@ class InProcess(MemoryApi):
             self.close()
             raise
 
-    def __enter__(self) -> InProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Finish the adds under way, then close the store. Undecided turns stay in its log."""
         until_s = time.monotonic() + CLOSING_S

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import pyarrow as pa
 
@@ -79,14 +78,6 @@ class Router(MemoryApi):
         self.settings = settings or ClusterSettings()
         self._pool = ShardPool(self.root, connect, self.settings)
         self._tasks = LoopTasks(loop, "router")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stop routing, once pending calls have been answered. The shards go on."""
