@@ -244,8 +244,12 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
         return [ticket.receipt for ticket in tickets if ticket.receipt is not None]
 
     def step(self, wait_s: float = 0.0, *, storing: bool = False, pacing: Pacing | None = None) -> StepReport:
-        """One round of the step loop; see Scheduler.step.
+        """One round of the step loop. Waits up to `wait_s` for a reply when there is nothing else to do.
 
+        `storing`: the caller has more turns to store; decisions take a tenth of the time meanwhile.
+        `pacing`: the caller has requests to serve; storing and deciding take a few milliseconds, and no
+        tenant's decisions more than their share of the time.
+        JournalError: nothing of this step is stored or acknowledged; the engine must be reopened.
         Turns that a card's pool has no room for wait in the queue while tenants at work may still give some
         back. ArenaFull: nobody is; EncoderDown: waiting would not help. Then the queue's turns are dropped.
         """

@@ -154,20 +154,6 @@ class Scheduler(BetweenSteps):
 
     # ---- the step
 
-    def step(self, wait_s: float = 0.0, *, storing: bool = False, pacing: Pacing | None = None) -> StepReport:
-        """One round. Waits up to `wait_s` for a reply when there is nothing else to do.
-
-        `storing`: the caller has more turns to store; decisions take a tenth of the time meanwhile.
-        `pacing`: the caller has requests to serve; storing and deciding take a few milliseconds, and no
-        tenant's decisions more than their share of the time.
-        ArenaFull: the waiting turns do not fit into the arena though no tenant is active; they are dropped.
-        EncoderDown: the embedding endpoint refuses us, so that waiting would not help; they are dropped too.
-        JournalError: nothing of this step is stored or acknowledged; the engine must be reopened.
-        """
-        self.begin_step(wait_s, storing=storing, pacing=pacing)
-        self.commit_step()
-        return self.end_step()
-
     def begin_step(self, wait_s: float, *, storing: bool, pacing: Pacing | None) -> None:
         """The part of a step before its commit; see `uncommitted`."""
         self._report = StepReport()
