@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from undertow.serving.http.middleware.front import undecoded_path
@@ -89,9 +90,7 @@ class Mem0Face:
         if isinstance(route.serve, str):
             raise Problem(501, "no-such-feature", route.serve)
         written = orjson.dumps(await route.serve(Call(self._app, scope, receive, params)))
-        headers = [(b"content-type", JSON.encode()), (b"content-length", str(len(written)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": written})
+        await Response(written, media_type=JSON)(scope, receive, send)
 
 
 class Mem0Errors:
