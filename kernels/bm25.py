@@ -20,13 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.compiled_rows import jit, lean
-
-Float64s = NDArray[np.float64]
-Int32s = NDArray[np.int32]
-Uint8s = NDArray[np.uint8]
-Uint16s = NDArray[np.uint16]
-Uint32s = NDArray[np.uint32]
-Int64s = NDArray[np.int64]
+from undertow.kernels.array_types import Float64s, Int32s, Int64s, Uint8s, Uint16s, Uint32s
 
 # Terms uint32 [n] -> their related terms, uint32 [n, most], the closest first, and how close each is, float64
 # [n, most] in [0, 1]; 0 where there are no more.

@@ -11,9 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.compiled_rows import jit
-
-Int64s = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
+from undertow.kernels.array_types import Bytes, Float64s, Int64s, Uint16s
 
 # Of each byte: itself in lower case if it may stand in a word, else 0. Bytes of non-ASCII letters may.
 _FOLDED = np.zeros(256, np.uint8)
@@ -38,7 +36,7 @@ def _slot_of(words: Bytes, start: int, end: int, slots: Int64s) -> int:
 def add_words(
     text: Bytes,
     lengths: Int64s,
-    hashes: NDArray[np.uint16],
+    hashes: Uint16s,
     dim: int,
     first: int,
     words: Bytes,
@@ -124,7 +122,7 @@ def _is_word(data: Bytes, start: int, end: int, words: Bytes, word_ends: Int64s,
 
 
 @jit
-def sum_features(rows: Int64s, counts: Int64s, bins: NDArray[np.int16], out: NDArray[np.float64]) -> None:
+def sum_features(rows: Int64s, counts: Int64s, bins: NDArray[np.int16], out: Float64s) -> None:
     """out[t] float64 [dim]: the normalised sum of the signed features of text t's words.
 
     rows: int64, the words' rows in `bins` [rows, hits], where a place below dim counts +1 and place + dim

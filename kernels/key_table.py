@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.compiled_rows import jit, words_at
+from undertow.kernels.array_types import Int64s
 
-Int64s = NDArray[np.int64]
 Slots = NDArray[np.uint64]
 
 # A table is at most four fifths full, and two thirds full when it has just grown.

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from undertow.kernels.arena.compiled_rows import sums
 from undertow.kernels.arena.vector_checks import Vectors
-
-Float64s = NDArray[np.float64]
+from undertow.kernels.array_types import Float64s, Int32s, Int64s
 
 
 def pair_quantiles(vectors: Vectors, shares: Sequence[float]) -> tuple[float, ...]:
@@ -61,7 +59,7 @@ def _fill(rows: Float64s, of_pairs: Float64s) -> None:
                     of_pairs[k * (k - 1) // 2 + m] = km
 
 
-def sample_order(seqs: NDArray[np.int32]) -> NDArray[np.int64]:
+def sample_order(seqs: Int32s) -> Int64s:
     """The places of `seqs`, int32 [n], in a random order that is the same everywhere: int64 [n].
 
     By splitmix64: the first few are a fair sample, and most of them stay so as more seqs follow.

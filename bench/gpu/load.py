@@ -7,15 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from undertow.bench.gpu.rig import Rig
 from undertow.kernels.arena.arena import Arena, make_arena
 from undertow.kernels.arena.row_codes import code_bytes
+from undertow.kernels.array_types import Float64s, Int64s
 from undertow.kernels.gate.gate import GateReadings
-
-Int64s = NDArray[np.int64]
-Float64s = NDArray[np.float64]
 
 # Cosines of a tenant's rows lie around 0.5 with a standard deviation of 0.03: 1% of them reach this.
 THETA = 0.57

@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.engine.encoders.base import TEXT_FORMAT, Fingerprint, Float16
+from undertow.kernels.array_types import Bytes, Int64s
 from undertow.kernels.hashed_words import add_words, find_words, sum_features
 
-Bytes = NDArray[np.uint8]
-Int64s = NDArray[np.int64]
 T = TypeVar("T", np.uint8, np.int16, np.int64)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from undertow.engine.base.model import BadInput
 from undertow.engine.readers.messages import LineParser
@@ -15,8 +14,8 @@ from undertow.engine.readers.plain_rows import PlainRows, plain_turns
 from undertow.engine.readers.record import OrderWatch, PackedRecord, TurnBlock
 from undertow.engine.readers.vectors import GivenVectors
 from undertow.engine.storage.row_codec import TURNS
+from undertow.kernels.array_types import Int64s
 
-Int64s = NDArray[np.int64]
 OddRows = Callable[[Int64s], Iterable[PackedRecord]]
 """The records of rows that are not plain, by their places in the batch."""
 

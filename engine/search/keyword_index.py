@@ -20,7 +20,8 @@ from undertow.engine.search.analyzer import Analyzer
 from undertow.engine.search.related_words import related
 from undertow.engine.storage.row_codec import spoken_in
 from undertow.engine.tenants.tenant import Tenant
-from undertow.kernels.bm25 import Bm25, Float64s, add_context, place_rows
+from undertow.kernels.array_types import Float64s, Int64s
+from undertow.kernels.bm25 import Bm25, add_context, place_rows
 
 # The weight of the turns right before and after in a session: an answer often does not repeat the words of
 # its question.
@@ -35,7 +36,6 @@ STRETCH_TURNS = 32
 SLICE_ROWS = 32
 
 _NONE = -1
-Int64s = NDArray[np.int64]
 
 
 class TurnWords:

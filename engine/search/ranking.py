@@ -16,7 +16,7 @@ from undertow.engine.base.results import Explanation, Hit, SearchResult
 from undertow.engine.base.timestamps import in_words
 from undertow.engine.policies.base import PromptBudget, PromptTooLong
 from undertow.engine.search.analyzer import terms_of
-from undertow.engine.search.keyword_index import Int64s, KeywordIndex
+from undertow.engine.search.keyword_index import KeywordIndex
 from undertow.engine.search.metadata_index import MetadataIndex
 from undertow.engine.search.score_parts import PartsOfScores
 from undertow.engine.search.time_index import TimeIndex
@@ -24,7 +24,7 @@ from undertow.engine.search.where import Where
 from undertow.engine.storage.row_codec import said_in
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.arena.arena import Arena
-from undertow.kernels.bm25 import Float64s
+from undertow.kernels.array_types import Float64s, Int64s
 from undertow.kernels.gate.gate import Gate
 from undertow.kernels.topk.hybrid import hybrid_top_k
 from undertow.prompts.builders import Prompt, ShownMemory, answer_prompt

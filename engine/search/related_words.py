@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from undertow.kernels.bm25 import Float64s, Uint8s, Uint16s, Uint32s, find_related
+from undertow.kernels.array_types import Float64s, Uint8s, Uint16s, Uint32s
+from undertow.kernels.bm25 import find_related
 
 TABLE = Path(__file__).with_name("related_words.npz")
 # What a related word counts if it means the same; one at the least cosine of the table counts nothing.

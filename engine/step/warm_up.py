@@ -13,7 +13,8 @@ from undertow.engine.base.model import UndertowError
 from undertow.engine.encoders.base import Encoder, Float16
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.kernels.arena.arena import Arena, make_arena
-from undertow.kernels.bm25 import Bm25, Float64s, add_context, find_related, place_rows
+from undertow.kernels.array_types import Float64s
+from undertow.kernels.bm25 import Bm25, add_context, find_related, place_rows
 from undertow.kernels.gate.factory import make_gate
 from undertow.kernels.gate.few_queries import FEW_QUERIES
 from undertow.kernels.key_table import KeyTable, add_keys, may_hold

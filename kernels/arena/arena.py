@@ -10,14 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from undertow.kernels.arena.segment_ids import SegmentIds
 from undertow.kernels.arena.slab_table import CLOSED, ClosedMemory, Memory, SlabTable
-from undertow.kernels.arena.vector_checks import Float16s, Vectors
+from undertow.kernels.arena.vector_checks import Vectors
+from undertow.kernels.array_types import Float16s, Int64s, Uint8s
 from undertow.kernels.device import Device, resolve
-
-Int64s = NDArray[np.int64]
 
 PRESENT = 1
 LIVE = 2
@@ -141,7 +140,7 @@ class Arena(SlabTable):
         """
         return self._memory.vectors(*self._slab_of(segment))
 
-    def flags(self, segment: int) -> NDArray[np.uint8]:
+    def flags(self, segment: int) -> Uint8s:
         """uint8 NumPy [n]: a read-only view, valid until the next extend, release or compact."""
         return self._memory.flags(*self._slab_of(segment))
 

@@ -20,14 +20,10 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
-from undertow.kernels.arena.vector_checks import Float16s, Vectors, check_form, refusal
+from undertow.kernels.arena.vector_checks import Vectors, check_form, refusal
+from undertow.kernels.array_types import Bytes, Float16s, Halves, Int64s
 from undertow.kernels.error_bounds import MAX_NORM
 
-Int64s = NDArray[np.int64]
-Float32s = NDArray[np.float32]
-# the bits of fp16 values
-Halves = NDArray[np.uint16]
-Bytes = NDArray[np.uint8]
 F = TypeVar("F", bound=Callable[..., Any])
 
 CACHE_LINE = 64

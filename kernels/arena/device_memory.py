@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from undertow.kernels.arena.range_allocator import Range, RangeAllocator, class_rows
 from undertow.kernels.arena.row_codes import code_bytes, codes_of
 from undertow.kernels.arena.tensors import CheckedRows, check_array, check_tensor, to_tensor
-from undertow.kernels.arena.vector_checks import Float16s, Vectors
-
-Int64s = NDArray[np.int64]
+from undertow.kernels.arena.vector_checks import Vectors
+from undertow.kernels.array_types import Float16s, Int64s, Uint8s
 
 _ALIGN_BYTES = 16
 _BOUNCE_BYTES = 16 << 20
@@ -234,15 +233,15 @@ class DeviceMemory:
         # A repeated row gets the same flag twice.
         self._flags.index_copy_(0, self._upload(rows), self._upload(changed))
 
-    def read_flags(self, addresses: Int64s) -> NDArray[np.uint8]:
-        flags: NDArray[np.uint8] = self._mirror[addresses - self._flags_address]
+    def read_flags(self, addresses: Int64s) -> Uint8s:
+        flags: Uint8s = self._mirror[addresses - self._flags_address]
         return flags
 
     def vectors(self, slab: Range | None, length: int) -> torch.Tensor:
         start = 0 if slab is None else slab.start
         return self._values[start : start + length]
 
-    def flags(self, slab: Range | None, length: int) -> NDArray[np.uint8]:
+    def flags(self, slab: Range | None, length: int) -> Uint8s:
         start = 0 if slab is None else slab.start
         view = self._mirror[start : start + length]
         view.flags.writeable = False

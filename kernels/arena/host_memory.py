@@ -7,7 +7,6 @@ lies behind it holds no memory.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from undertow.kernels.arena.compiled_rows import (
     CACHE_LINE,
@@ -18,9 +17,8 @@ from undertow.kernels.arena.compiled_rows import (
     write_rows,
 )
 from undertow.kernels.arena.slab_pool import Slab, SlabPool, slab_bytes
-from undertow.kernels.arena.vector_checks import Float16s, Vectors
-
-Int64s = NDArray[np.int64]
+from undertow.kernels.arena.vector_checks import Vectors
+from undertow.kernels.array_types import Float16s, Int64s, Uint8s
 
 _MOST_ROWS = (1 << 32) - 1
 # An outgrown slab is replaced by one with room for this many times its rows. Small ones are many, move often,
@@ -110,7 +108,7 @@ class HostMemory:
     def change_flags(self, addresses: Int64s, keep: int, add: int) -> None:
         change_flags(addresses, keep, add)
 
-    def read_flags(self, addresses: Int64s) -> NDArray[np.uint8]:
+    def read_flags(self, addresses: Int64s) -> Uint8s:
         flags = np.empty(len(addresses), np.uint8)
         read_flags(addresses, flags)
         return flags
@@ -122,7 +120,7 @@ class HostMemory:
         view.flags.writeable = False
         return view
 
-    def flags(self, slab: Slab | None, length: int) -> NDArray[np.uint8]:
+    def flags(self, slab: Slab | None, length: int) -> Uint8s:
         view = np.zeros(0, np.uint8) if slab is None else slab.bytes[:length]
         view.flags.writeable = False
         return view

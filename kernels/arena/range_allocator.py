@@ -9,9 +9,8 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Int64s = NDArray[np.int64]
+from undertow.kernels.array_types import Int64s
 
 # Classes are multiples of this.
 SMALLEST_ROWS = 4

@@ -8,9 +8,9 @@ retired: the id of a released segment never refers to another's rows.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-Int64s = NDArray[np.int64]
+from undertow.kernels.array_types import Int64s
 
 # An id and a row number form a handle, a non-negative int64.
 ID_BITS = 31

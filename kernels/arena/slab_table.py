@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+
+from undertow.kernels.array_types import Int64s
 
 if TYPE_CHECKING:  # the host's memory needs numba, which a machine with a GPU may lack
     from undertow.kernels.arena.device_memory import DeviceMemory
     from undertow.kernels.arena.host_memory import HostMemory
 
-Int64s = NDArray[np.int64]
 Memory: TypeAlias = "HostMemory | DeviceMemory"
 
 CLOSED = "the arena was closed: its rows are gone"

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from undertow.kernels.arena.vector_checks import Float16s, Vectors, check_form, refusal
+from undertow.kernels.arena.vector_checks import Vectors, check_form, refusal
+from undertow.kernels.array_types import Float16s
 from undertow.kernels.error_bounds import MAX_NORM
 
 _BLOCK_ROWS = 4096

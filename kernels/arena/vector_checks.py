@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from undertow.kernels.array_types import Float16s, Float32s
 from undertow.kernels.error_bounds import MAX_NORM
 
 if TYPE_CHECKING:  # host memory needs no torch, which takes a second to load
     import torch
 
-Float16s = NDArray[np.float16]
 Vectors: TypeAlias = "Float16s | torch.Tensor"
 
 
@@ -30,7 +30,7 @@ def check_form(
     return vectors
 
 
-def widened(vectors: NDArray[Any], dim: int, *dtypes: type[np.floating[Any]]) -> NDArray[np.float32]:
+def widened(vectors: NDArray[Any], dim: int, *dtypes: type[np.floating[Any]]) -> Float32s:
     """The checked vectors as float32 [n, dim]. Values must be finite, norms at most 4. ValueError.
 
     dtypes: accepted dtypes, by default float16.

@@ -9,7 +9,8 @@ import numpy as np
 
 from undertow.kernels.arena.arena import Arena
 from undertow.kernels.arena.compiled_rows import bytes_at, fit_rows, halves_at, jit, lean
-from undertow.kernels.arena.vector_checks import Float16s, Vectors
+from undertow.kernels.arena.vector_checks import Vectors
+from undertow.kernels.array_types import Bytes, Float16s, Float32s, Float64s, Halves, Int64s
 from undertow.kernels.device import cpu_count
 from undertow.kernels.error_bounds import error_slack
 from undertow.kernels.gate.few_queries import are_few, read_few
@@ -18,11 +19,6 @@ from undertow.kernels.gate.plan import Cells, GateHits, Plan, TaskLimits, shares
 from undertow.kernels.gate.planned_gate import PlannedGate
 from undertow.kernels.gate.scan import (
     TILE,
-    Bytes,
-    Float32s,
-    Float64s,
-    Halves,
-    Int64s,
     cached32,
     dot64,
     offer,

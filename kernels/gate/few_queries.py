@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import PRESENT
 from undertow.kernels.arena.compiled_rows import bytes_at, halves_at, jit, lean
+from undertow.kernels.array_types import Bytes, Float32s, Float64s, Halves, Int64s
 from undertow.kernels.error_bounds import error_slack
 from undertow.kernels.gate.gate import GateReadings, Probes
 from undertow.kernels.gate.plan import starts_of
 from undertow.kernels.gate.scan import (
     TILE,
-    Bytes,
-    Float32s,
-    Halves,
     dot64,
     offer,
     sort_heap,
     stream32,
     widen_row,
 )
-
-Int64s = NDArray[np.int64]
-Float64s = NDArray[np.float64]
 
 # More rows take longer by one thread than a plan and a hand-over to several.
 FEW_QUERIES, FEW_ROWS = 64, 16_384

@@ -15,12 +15,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from undertow.kernels.arena.arena import LIVE, PRESENT, Arena
 from undertow.kernels.arena.vector_checks import Vectors, widened
+from undertow.kernels.array_types import Float64s, Int64s, Uint8s
 
 if TYPE_CHECKING:
     import torch
-
-Int64s = NDArray[np.int64]
-Float64s = NDArray[np.float64]
 
 NO_SEGMENT = -1
 _BLOCK_ROWS = 4096
@@ -69,7 +67,7 @@ class Probes:
     places: Places
     turn_flag: int = LIVE  # only turn rows with this flag are read
     # uint8 [rows] in place of the only segment's flags
-    turn_flags: NDArray[np.uint8] | torch.Tensor | None = None
+    turn_flags: Uint8s | torch.Tensor | None = None
 
     def __len__(self) -> int:
         """The number of queries."""
@@ -144,16 +142,14 @@ class Gate:
         found = self._read(replace(probes, turn_flag=PRESENT, turn_flags=flags))
         return found.offsets, found.rows, found.scores
 
-    def _flags(
-        self, segments: Int64s, wanted: NDArray[np.bool_] | torch.Tensor
-    ) -> NDArray[np.uint8] | torch.Tensor:
+    def _flags(self, segments: Int64s, wanted: NDArray[np.bool_] | torch.Tensor) -> Uint8s | torch.Tensor:
         """The flags of the wanted rows that are PRESENT: uint8 [rows] on the arena's device."""
         present = self.arena.held_flags(int(segments[0]))
         is_bool = str(wanted.dtype) in ("bool", "torch.bool")  # other dtypes would change the flags
         if (segments != segments[0]).any() or not is_bool or tuple(wanted.shape) != tuple(present.shape):
             raise ValueError(f"wanted must be bool [{len(present)}], one entry a row of the only segment")
         if isinstance(present, np.ndarray):
-            flags: NDArray[np.uint8] = np.where(np.asarray(wanted), present & PRESENT, np.uint8(0))
+            flags: Uint8s = np.where(np.asarray(wanted), present & PRESENT, np.uint8(0))
             return flags
         from undertow.kernels.arena.tensors import to_tensor
 

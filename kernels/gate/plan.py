@@ -13,12 +13,9 @@ from math import ceil
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from undertow.kernels.arena.compiled_rows import jit
-
-Int64s = NDArray[np.int64]
-Float64s = NDArray[np.float64]
+from undertow.kernels.array_types import Float64s, Int64s
 
 # The most tasks of a group, and so cells of a probe: merging their lists costs time for each.
 MAX_TASKS = 4096

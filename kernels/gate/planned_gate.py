@@ -6,13 +6,11 @@ from abc import ABC, abstractmethod
 from dataclasses import fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import PRESENT
+from undertow.kernels.array_types import Int64s
 from undertow.kernels.gate.gate import Gate, GateReadings, Probes
 from undertow.kernels.gate.plan import MAX_SPACE_BYTES, GateHits, Plan, ProbeBatch, TaskLimits, lay_out
-
-Int64s = NDArray[np.int64]
 
 
 class PlannedGate(Gate, ABC):

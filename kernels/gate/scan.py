@@ -6,16 +6,9 @@ For the error of fp32 scores see `kernels/error_bounds.py`.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from undertow.kernels.arena.compiled_rows import lean, prefetch_rows, sums, to_float
-
-Int64s = NDArray[np.int64]
-Float32s = NDArray[np.float32]
-Float64s = NDArray[np.float64]
-# the bits of fp16 values
-Halves = NDArray[np.uint16]
-Bytes = NDArray[np.uint8]
+from undertow.kernels.array_types import Float32s, Float64s, Halves, Int64s
 
 # rows that are put to all queries of a segment before the next ones: a multiple of 4, and few
 # enough that the rows stay in the core's cache

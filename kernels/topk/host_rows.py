@@ -6,16 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import PRESENT
-from undertow.kernels.arena.compiled_rows import Bytes, Halves, fit_rows, jit, lean
-from undertow.kernels.arena.vector_checks import Float16s
+from undertow.kernels.arena.compiled_rows import fit_rows, jit, lean
+from undertow.kernels.array_types import Bytes, Float16s, Float32s, Float64s, Halves, Int64s
 from undertow.kernels.error_bounds import error_slack
 from undertow.kernels.gate.scan import TILE, dot64, offer, sort_heap, stream32, widen_row
 from undertow.kernels.topk.combined_score import CANDIDATES, lent, raised
 
 Rows = NDArray[np.bool_]
-Int64s = NDArray[np.int64]
-Float32s = NDArray[np.float32]
-Float64s = NDArray[np.float64]
 
 _EVERY_ROW = np.empty(0, np.bool_)
 _NO_SHARES = np.empty(0)

@@ -6,14 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import Arena
-from undertow.kernels.arena.vector_checks import Float16s, widened
+from undertow.kernels.arena.vector_checks import widened
+from undertow.kernels.array_types import Float16s, Float64s, Int64s
 from undertow.kernels.gate.gate import Gate
 from undertow.kernels.topk.combined_score import CANDIDATES, lent, raised
 from undertow.kernels.topk.topk import check_allowed, top_k
 
 Rows = NDArray[np.bool_]
-Int64s = NDArray[np.int64]
-Float64s = NDArray[np.float64]
 Found = list[tuple[float, int]]
 
 

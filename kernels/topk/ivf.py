@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from undertow.kernels.arena.arena import PRESENT, Arena
 from undertow.kernels.arena.tensors import to_tensor
 from undertow.kernels.arena.vector_checks import widened
+from undertow.kernels.array_types import Float16s, Float32s, Float64s, Int32s, Int64s
 from undertow.kernels.gate.gate import Gate
-from undertow.kernels.topk.topk import Float64s, Int64s, scanned, top_k
-
-Float32s = NDArray[np.float32]
+from undertow.kernels.topk.topk import scanned, top_k
 
 # k-means: rows of the sample for each list, and rounds
 _SAMPLE_ROWS = 64
@@ -90,7 +89,7 @@ class IvfIndex:
         probe = self._probe(k)
         return 1.0 if probe is None else probe.recall
 
-    def search(self, queries: NDArray[np.float16], k: int) -> tuple[Float64s, Int64s]:
+    def search(self, queries: Float16s, k: int) -> tuple[Float64s, Int64s]:
         """Up to k rows near each query [q, dim], as `top_k` returns them: exact scores, some rows missed.
 
         Exact where k is above the largest that recall was measured at, or the lists do not hold k rows.
@@ -151,16 +150,16 @@ class IvfIndex:
         self._list(self._assign(0, self._trained_rows))
         self._measure(np.sort(rng.choice(rows, min(len(rows), _MEASURED_QUERIES), replace=False)))
 
-    def _read(self, rows: Int64s) -> NDArray[np.float16]:
-        vectors: NDArray[np.float16] = self._arena.vector16(np.int64(self.segment) << 32 | rows)
+    def _read(self, rows: Int64s) -> Float16s:
+        vectors: Float16s = self._arena.vector16(np.int64(self.segment) << 32 | rows)
         return vectors
 
-    def _assign(self, start: int, stop: int) -> NDArray[np.int32]:
+    def _assign(self, start: int, stop: int) -> Int32s:
         """The list of each row in [start, stop); of redacted rows too, which no search takes."""
         vectors = self._arena.vectors(self.segment)[start:stop]
         return _nearest(vectors, self._centroids)[0].astype(np.int32)
 
-    def _list(self, list_of: NDArray[np.int32]) -> None:
+    def _list(self, list_of: Int32s) -> None:
         self._list_of = list_of
         # on the device, so that a search there makes no pass over the rows here
         self._order = torch.from_numpy(np.argsort(list_of, kind="stable")).to(self._arena.device)
@@ -221,9 +220,7 @@ def _unit(vectors: Float32s) -> Float32s:
     return scaled
 
 
-def _nearest(
-    vectors: Float32s | NDArray[np.float16] | torch.Tensor, centroids: Float32s
-) -> tuple[Int64s, Float32s]:
+def _nearest(vectors: Float32s | Float16s | torch.Tensor, centroids: Float32s) -> tuple[Int64s, Float32s]:
     """The nearest centroid of each vector, and their scores; computed where the vectors are."""
     device = vectors.device if isinstance(vectors, torch.Tensor) else "cpu"
     columns = torch.from_numpy(centroids).to(device).T

@@ -12,16 +12,11 @@ import threading
 from functools import cache
 from typing import Any, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from undertow.kernels.array_types import Float32s, Float64s, Int64s
 from undertow.kernels.device import load_faiss_gpu
 from undertow.kernels.error_bounds import tensor_core_slack
-
-Int64s = NDArray[np.int64]
-Float32s = NDArray[np.float32]
-Float64s = NDArray[np.float64]
 
 # FAISS's limit of k on a GPU.
 MAX_FAISS_K = 2048
@@ -106,7 +101,7 @@ class DeviceRows:
             parts.append((wide * asked[start : start + step, None]).sum(2))
         return torch.cat(parts)
 
-    def _tensor(self, values: NDArray[np.float32] | Int64s) -> torch.Tensor:
+    def _tensor(self, values: Float32s | Int64s) -> torch.Tensor:
         return torch.tensor(values, device=self._rows.device)
 
 

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from undertow.kernels.arena.arena import PRESENT, Arena
 from undertow.kernels.arena.vector_checks import widened
+from undertow.kernels.array_types import Float16s, Float32s, Float64s, Int64s, Uint8s
 from undertow.kernels.gate.gate import Gate
 
 if TYPE_CHECKING:  # rows in host memory need no torch
@@ -25,10 +26,7 @@ if TYPE_CHECKING:  # rows in host memory need no torch
 
     from undertow.kernels.topk.rows import DeviceRows
 
-Int64s = NDArray[np.int64]
-Float32s = NDArray[np.float32]
-Float64s = NDArray[np.float64]
-Queries = NDArray[np.float16]
+Queries = Float16s
 
 # A scan keeps its best rows by insertion, which for a large k costs more than reading.
 _SCAN_K = 256
@@ -112,8 +110,8 @@ def scanned(
 
 
 def _search_host(
-    vectors: NDArray[np.float16],
-    flags: NDArray[np.uint8],
+    vectors: Float16s,
+    flags: Uint8s,
     queries: Queries,
     k: int,
     allowed: NDArray[np.bool_] | None,

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from undertow.kernels.arena.arena import Arena
-from undertow.kernels.arena.vector_checks import Float16s
+from undertow.kernels.array_types import Float16s
 from undertow.kernels.topk.combined_score import CANDIDATES, lent, raised
 from undertow.kernels.topk.hybrid import hybrid_top_k
 

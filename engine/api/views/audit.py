@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.base.model import MemoryKind
 from undertow.engine.base.results import Report
-
-Float32s = NDArray[np.float32]
+from undertow.kernels.array_types import Float32s
 
 KINDS: tuple[MemoryKind, ...] = ("episode", "fact")
 # Cosines: the same statement again; statements about the same thing.
