@@ -112,18 +112,10 @@ def _local_options(shards: int, shard_cpus: float) -> dict[str, Any]:
 
 def actors(root: Location) -> dict[str, Any]:
     """The running actors of a root's shards, by shard."""
-    import ray
-
-    from undertow.engine.cluster.ray.actors import NAMESPACE, actor_name
+    from undertow.engine.cluster.ray.actors import actor_of
     from undertow.engine.cluster.shard_map import load
 
-    found = {}
-    for shard in load(root).all_shards:
-        try:
-            found[shard] = ray.get_actor(actor_name(root, shard), namespace=NAMESPACE)
-        except ValueError:
-            continue
-    return found
+    return {shard: actor for shard in load(root).all_shards if (actor := actor_of(root, shard)) is not None}
 
 
 def refuse_running(root: Location, address: str) -> None:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -318,8 +318,7 @@ def _missing(store: Path, world: World, acknowledged: dict[str, set[str]]) -> tu
     ingested: dict[str, set[str]] = {name: set() for name in world.names}
     for tenant, asked, answered in world.exchanges():
         ingested[tenant].add(f"{asked}\0{answered}")
-    journal = Journal.open(Location.of(store), writable=False)
-    try:
+    with closing(Journal.open(Location.of(store), writable=False)) as journal:
         reports = Reports(journal)
         for tenant in world.names:
             turns = reports.turns(tenant)
@@ -327,6 +326,4 @@ def _missing(store: Path, world: World, acknowledged: dict[str, set[str]]) -> tu
             lost += len(ingested[tenant] - texts)
             lost += len(acknowledged.get(tenant, set()) - {turn["id"] for turn in turns})
             doubled += len(turns) - len(texts)
-    finally:
-        journal.close()
     return lost, doubled

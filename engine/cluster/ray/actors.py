@@ -144,11 +144,16 @@ class Starter:
         self._resources.check(len(missing), free, [node["Resources"] for node in every if node["Alive"]])
 
     def find(self, shard: str) -> Any:
-        """The shard's actor, also while it restarts; None: there is none."""
-        try:
-            return ray.get_actor(actor_name(self._root, shard), namespace=NAMESPACE)
-        except ValueError:
-            return None
+        """See `actor_of`."""
+        return actor_of(self._root, shard)
+
+
+def actor_of(root: Location, shard: str) -> Any:
+    """A shard's actor, also while it restarts; None: there is none."""
+    try:
+        return ray.get_actor(actor_name(root, shard), namespace=NAMESPACE)
+    except ValueError:
+        return None
 
 
 def actor_name(root: Location, shard: str) -> str:
