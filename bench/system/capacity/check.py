@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, get_args
 
 from undertow.bench.machine import describe
@@ -147,10 +146,10 @@ def measure(data: Path, folder: Path) -> Profile:
 
 def check(data: Path, rounds: int, targets: list[str]) -> tuple[Profile, dict[str, Any]]:
     """Measure, run and predict `rounds` times; ratios are within a round, their median counts."""
-    folder = Path(tempfile.mkdtemp(prefix="undertow-capacity-"))
     profiles: list[Profile] = []
     found: dict[tuple[str, LoadCase], list[tuple[Rates, Rates]]] = {}
-    try:
+    with TemporaryDirectory(prefix="undertow-capacity-") as made:
+        folder = Path(made)
         run(LoadCase("", 4, 40, 0.001), data, folder / "warm")  # compiles the kernels
         settle_in()  # as the program and a shard do; else one garbage collection is a quarter of a run
         for number in range(rounds):
@@ -161,8 +160,6 @@ def check(data: Path, rounds: int, targets: list[str]) -> tuple[Profile, dict[st
                     rates = measured(case, data, folder / f"{number}-{n}")
                     predicted = predict(case, profiles[-1], slowdown)
                     found.setdefault((target, case), []).append((rates, predicted))
-    finally:
-        shutil.rmtree(folder)
     rows = [_row(target, case, pairs) for (target, case), pairs in found.items()]
     middle = sorted(profiles, key=lambda profile: profile.admit_s)[len(profiles) // 2]
     return middle, {"machine": describe(), "rounds": rounds, "cases": rows}
