@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -26,7 +26,7 @@ from undertow.engine.api.ingest_files import obstacles
 from undertow.engine.api.views.stats import store_usage
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import LINKED_PAIRS, Turn, as_embedded
-from undertow.engine.base.trace import LLMRequest, Phase, ShardCall, Trace
+from undertow.engine.base.trace import Observer, Phase, Trace
 from undertow.engine.encoders.base import Encoder
 from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.estimate.calibrate import PairCosines
@@ -49,8 +49,8 @@ _TOLD = (
 )
 
 
-class PhaseTimes:
-    """An Observer: the seconds spent in each phase itself, without the phases inside it."""
+class PhaseTimes(Observer):
+    """The seconds spent in each phase itself, without the phases inside it."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -64,15 +64,6 @@ class PhaseTimes:
         self.seconds[phase.name] += took_s - self._inside.pop()
         if self._inside:
             self._inside[-1] += took_s
-
-    def linked(self, traceparents: Iterable[str]) -> None:
-        pass
-
-    def called(self, call: ShardCall) -> None:
-        pass
-
-    def requested(self, request: LLMRequest) -> None:
-        pass
 
 
 @dataclass(slots=True)

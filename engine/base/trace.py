@@ -93,7 +93,7 @@ class Observer(Protocol):
     """Receives what an engine does, in the thread that does it. Methods must be quick and must not raise.
 
     No tenant name and no text is passed on. In `called` and `requested`, `current_traceparent()` is that of
-    the request served.
+    the request served. An observer may leave out any method but `began` and `ended`.
     """
 
     def began(self, name: str) -> None:
@@ -106,11 +106,13 @@ class Observer(Protocol):
 
     def linked(self, traceparents: Iterable[str]) -> None:
         """The current phase, and the step around it, serve these requests."""
-        ...
+        return
 
-    def called(self, call: ShardCall) -> None: ...
+    def called(self, call: ShardCall) -> None:
+        return
 
-    def requested(self, request: LLMRequest) -> None: ...
+    def requested(self, request: LLMRequest) -> None:
+        return
 
 
 class Trace:
