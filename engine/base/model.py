@@ -208,6 +208,10 @@ class UndertowError(Exception):
     # the known cost of the LLM calls of what failed
     usage = Usage()
 
+    def __str__(self) -> str:
+        """The first argument; others are there for unpickling."""
+        return str(self.args[0]) if self.args else ""
+
 
 class UnknownMemory(UndertowError):
     """There is no memory with this id, or it was deleted."""

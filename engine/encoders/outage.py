@@ -24,9 +24,6 @@ class EncoderDown(EncoderError):
         super().__init__(reason, silent_s)  # these arguments make it picklable, to be sent by a shard
         self.silent_s = silent_s
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class Outage:
     """Whether an endpoint is out of use. Used by several threads; a lost update costs one request."""

@@ -61,9 +61,6 @@ class BrokenOff(UndertowError):
         super().__init__(reason, usage)  # these arguments make it picklable, to be sent by a shard
         self.usage = usage
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class CutOff(ValueError):
     """The reply reached the token limit. Its message is shown to the model for repair."""

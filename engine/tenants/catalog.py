@@ -18,9 +18,6 @@ from undertow.engine.tenants.migration_records import Move, move_of
 class UnknownTenant(UndertowError, KeyError):
     """No such tenant in this store."""
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class TenantCatalog:
     """Which tenants have something in the store, and which of their rows count. Loads no tenant.
