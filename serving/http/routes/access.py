@@ -24,6 +24,7 @@ from starlette.types import Scope as Connection
 
 from undertow.serving.auth.principal import Principal, Scope, check_name
 from undertow.serving.http.middleware.body_limits import bounded
+from undertow.serving.http.middleware.disconnects import unless_gone
 from undertow.serving.http.middleware.front import TENANT, sender_of
 from undertow.serving.http.middleware.idempotency import KEY_HEADER, KeyOwner, answer_once
 from undertow.serving.http.middleware.load_limits import LoadLimits
@@ -119,6 +120,7 @@ class GuardedRoute(APIRoute):
         super().__init__(path, endpoint, **more)
         # of others the turn comes first: whoever reads no body does not wait for what comes after it
         self._reads_body = self.body_field is not None or access.imports
+        self._only_reads = access.scope is Scope.READ and access.act is None
         self._serve: ASGIApp = DirectEndpoint(endpoint) if access.direct else super().handle
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -163,7 +165,8 @@ class GuardedRoute(APIRoute):
                 work: Awaitable[None] = answer_once(service.once, sender, self._serve, scope, receive, send)
             else:
                 work = self._serve(scope, receive, send)
-            await turn.timed(work)
+            with unless_gone(scope) if self._only_reads else nullcontext():
+                await turn.timed(work)
 
     def _share(self, load: LoadLimits, key_id: str, tenant: str | None) -> AbstractContextManager[None]:
         return nullcontext() if self.access.streams else load.share(key_id, tenant)

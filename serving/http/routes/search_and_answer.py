@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 
 from undertow.engine.base.queries import AnswerQuery, SearchQuery
@@ -15,10 +15,10 @@ from undertow.engine.base.results import Answer
 from undertow.serving.auth.principal import Scope
 from undertow.serving.client.results import Found, Kind
 from undertow.serving.http.middleware.token_budget import CallCost, budgeted
-from undertow.serving.http.problems import Problem, bad_field, problem_of
+from undertow.serving.http.problems import bad_field, problem_of
 from undertow.serving.http.routes.access import Access, GuardedRoute
 from undertow.serving.http.routes.schemas import AnswerRequest, AnswerResponse, SearchRequest
-from undertow.serving.http.routes.streaming import ClientDisconnected, started, unless_gone
+from undertow.serving.http.routes.streaming import started
 from undertow.serving.http.service import Sender, Served, Tenant
 
 router = APIRouter(route_class=GuardedRoute, tags=["memories"])
@@ -66,9 +66,7 @@ async def search(tenant: Tenant, asked: SearchRequest, service: Served) -> Any:
     },
 )
 @Access(Scope.READ, long=True)
-async def answer(
-    tenant: Tenant, asked: AnswerRequest, service: Served, sender: Sender, request: Request
-) -> Any:
+async def answer(tenant: Tenant, asked: AnswerRequest, service: Served, sender: Sender) -> Any:
     """Answer a question from a tenant's memory, with one call of the language model, or up to three in
     best-effort mode.
 
@@ -78,12 +76,9 @@ async def answer(
     query = AnswerQuery(tenant, asked.question, _text(asked.as_of), asked.mode)
     spending = budgeted(service.budgets, sender, service.answer_tokens(asked.mode))
     if not asked.stream:
-        try:
-            async with spending as cost:
-                given = await unless_gone(request, service.memories.call(query))
-                cost.took(given.usage)
-        except ClientDisconnected:
-            raise Problem(400, "cut-off", "The client disconnected before the answer.") from None
+        async with spending as cost:
+            given = await service.memories.call(query)
+            cost.took(given.usage)
         return _response(given)
     pieces = await started(_charged(service.memories.answer_stream(query), spending))
     return StreamingResponse(_events(pieces), media_type="text/event-stream")

@@ -433,3 +433,56 @@ def test_every_refused_request_waits_as_one_of_its_tenant(
     with running.client_of(running.key(tenants=("bob",))) as other:
         is_problem(other.get(at("ann", "/memories")), 403, "forbidden")
     assert told.await_args_list[5].args[0].endswith(" "), "nor with one that does not cover it"
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [("/search", {"query": "boat"}), ("/answer", {"question": "What boat?"}), ("/memories?limit=5", None)],
+)
+def test_work_for_a_client_that_left_ends(
+    running: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, str] | None
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def wait(*_: Any) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(AsyncMemories, "call", wait)
+    sent = b"" if body is None else orjson.dumps(body)
+    headers = ("Content-Type: application/json", f"Content-Length: {len(sent)}")
+    with Wire(running) as wire:
+        wire.head(running.key(), *headers, path=at("ann", path), method="GET" if body is None else "POST")
+        wire.socket.sendall(sent)
+        assert begun.wait(SOON_S)
+        assert not ended.is_set()
+    assert ended.wait(SOON_S)
+
+
+def test_turns_of_a_client_that_left_are_stored(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go, stored = (threading.Event() for _ in range(3))
+    add = AsyncMemories.add
+
+    async def wait(memories: AsyncMemories, turns: Sequence[Turn]) -> Receipts:
+        begun.set()
+        while not go.is_set():
+            await asyncio.sleep(0.005)
+        receipts = await add(memories, turns)
+        stored.set()
+        return receipts
+
+    monkeypatch.setattr(AsyncMemories, "add", wait)
+    sent = orjson.dumps({"messages": said("the mast")})
+    with Wire(running) as wire:
+        wire.head(running.key(), "Content-Type: application/json", f"Content-Length: {len(sent)}")
+        wire.socket.sendall(sent)
+        assert begun.wait(SOON_S)
+        assert running.server is not None
+        connections = running.server.server_state.connections
+        before = len(connections)
+    wait_until(lambda: len(connections) < before)
+    go.set()
+    assert stored.wait(SOON_S)
