@@ -193,10 +193,14 @@ class TenantsQuery(StoreCall[list[str]]):
 
 
 class EventPage(NamedTuple):
-    """Events of one shard, each with its lsn; `at`: the lsn that the next page comes after."""
+    """Events of one shard, each with its lsn; `at`: the lsn that the next page comes after.
+
+    `is_cut`: there are more rows, which may have no events.
+    """
 
     items: tuple[tuple[int, Report], ...]
     at: int
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)

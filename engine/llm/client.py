@@ -92,7 +92,7 @@ class OpenAILLM:
         self.on_call = on_call
         self._retries = Retries(self._servers, self._report)
         self._numbers = itertools.count()
-        self._tasks = LoopTasks(None, "undertow-llm")
+        self._tasks = LoopTasks(None, "LLM client")
 
     def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
         return self._begin(LLMRequest(prompt, tenant, next(self._numbers)))

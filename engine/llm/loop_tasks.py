@@ -19,6 +19,7 @@ class LoopTasks:
     """The tasks of a router or a client, on a given event loop or on one of its own, which a thread runs."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None, name: str) -> None:
+        """`name`: of the thread, and in the error that says what was closed."""
         # guards `closed`: a task that began after the end would wait for a loop that has ended
         self._closing = threading.Lock()
         self.closed = False

@@ -16,7 +16,7 @@ from undertow.engine.base.results import Report
 from undertow.serving.async_memories import AsyncMemories
 
 PAGE = 500
-# between two questions to all shards: each reads the journal where something is new
+# between two questions to all shards: where something is new, each has the log moved to Lance, to read it
 POLL_S = 0.5
 
 
@@ -58,7 +58,7 @@ class Feed:
                 # what came before the end of a shard that was not known was not looked at
                 self.wake(told if pages.keys() <= at.keys() else None)
                 at = {home: page.at for home, page in pages.items()}
-                is_behind = any(len(page.items) == PAGE for page in pages.values())
+                is_behind = any(page.is_cut for page in pages.values())
             if not is_behind:
                 await asyncio.sleep(POLL_S)
 

@@ -35,10 +35,6 @@ def ann(client: httpx2.Client) -> None:
     client.post(at("ann", "/memories"), json={"messages": said("the boat"), "metadata": {"n": 5}})
 
 
-def over_http(running: Running, path: str, body: Mapping[str, Any]) -> str:
-    return str(is_problem(running.client().post(path, json=body), 422, "input"))
-
-
 def as_mem0(running: Running, path: str, body: Mapping[str, Any]) -> str:
     response = running.client().post(path, json={**body, "user_id": "ann"})
     assert response.status_code in (400, 422), response.text
@@ -83,10 +79,10 @@ def test_a_search_over_a_limit_is_refused(running: Running, tmp_path: Path, face
     query, filters, limit = SEARCHES[over]
     body = {"query": query, "filters": filters}
     faces: dict[str, Callable[[], str]] = {
-        "HTTP": lambda: over_http(running, at("ann", "/search"), body),
+        "HTTP": lambda: str(is_problem(running.client().post(at("ann", "/search"), json=body), 422, "input")),
         "mem0": lambda: as_mem0(running, "/search", body),
         "MCP": lambda: over_mcp(running, "search_memories", **body),
-        "client": lambda: by_client(running, lambda client: client.search("ann", query, filters=filters)),
+        "client": lambda: by_client(running, lambda its: its.search("ann", query, filters=filters)),
         "library": lambda: in_process(tmp_path, query, filters),
         "program": lambda: by_program(str(tmp_path), query, filters),
         "program over HTTP": lambda: by_program(running.url, query, filters),
@@ -98,10 +94,13 @@ def test_a_search_over_a_limit_is_refused(running: Running, tmp_path: Path, face
 @pytest.mark.parametrize("face", ["HTTP", "mem0", "client"])
 def test_an_add_over_the_limit_is_refused(running: Running, face: str) -> None:
     """MCP's tool takes one text. The library's caller has its queue to itself."""
+    too_many = {"messages": TOO_MANY}
     faces: dict[str, Callable[[], str]] = {
-        "HTTP": lambda: over_http(running, at("ann", "/memories"), {"messages": TOO_MANY}),
-        "mem0": lambda: as_mem0(running, "/memories", {"messages": TOO_MANY}),
-        "client": lambda: by_client(running, lambda client: client.add("ann", TOO_MANY)),
+        "HTTP": lambda: str(
+            is_problem(running.client().post(at("ann", "/memories"), json=too_many), 422, "input")
+        ),
+        "mem0": lambda: as_mem0(running, "/memories", too_many),
+        "client": lambda: by_client(running, lambda its: its.add("ann", TOO_MANY)),
     }
     words = faces[face]()
     assert f"{MAX_MESSAGES}" in words or f"{MAX_MESSAGES:,}" in words

@@ -38,19 +38,19 @@ def store_events(journal: Journal, tenants: TenantCatalog, query: EventsQuery) -
         return page
     after = query.after.get(query.home, -1)
     at = after = after if after < journal.next_lsn else -1
-    rows, size = [], 0
+    rows, size, is_cut = [], 0, False
     keys = None if query.keys is None else sorted(query.keys)
     for row in journal.read(tenant_keys=keys, kinds=ROWS, vectors=False, after_lsn=after):
         at, size = row.lsn, size + len(row.payload)
         if row.tenant_key not in tenants.departed and not tenants.is_erased(row):
             rows.append(row)
-        if len(rows) == query.limit or size >= MAX_PAGE_BYTES:
+        if is_cut := len(rows) == query.limit or size >= MAX_PAGE_BYTES:
             break
     # without texts, that there was a memory may be told though its deletion follows
     withheld = _withheld(journal, tenants, rows) if query.text else frozenset()
     shown = (row for row in rows if row.lsn not in withheld)
     told = ((row.lsn, _event(row, tenants, query.text)) for row in shown)
-    return EventPage(tuple((lsn, event) for lsn, event in told if event is not None), at)
+    return EventPage(tuple((lsn, event) for lsn, event in told if event is not None), at, is_cut)
 
 
 def _withheld(journal: Journal, tenants: TenantCatalog, rows: Sequence[Row]) -> frozenset[int]:

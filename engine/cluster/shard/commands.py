@@ -58,8 +58,10 @@ class Command:
     moves: int = 0
     # whether it waits while its tenant rests: not once it has begun, nor where calls wait for it
     rests: bool = True
-    # whether it erases its tenant: it goes before the tenant's readings, and rests after erasures alone
+    # whether it erases its tenant: see `passes`; how long it rests depends on its tenant's erasures alone
     erases: bool = False
+    # whether it adds to its tenant, without `settles`
+    imports: bool = False
     traceparent: str | None = field(default_factory=current_traceparent)
 
     def begin(self) -> bool:
@@ -68,9 +70,14 @@ class Command:
         return self.future.running() or self.future.set_running_or_notify_cancel()
 
     def passes(self, other: Command) -> bool:
-        """Whether it goes before this one of its tenant, which came first."""
-        only_reads = other.searches or other.reads or other.reads_journal
-        return other.rests and (not self.rests or (self.erases and only_reads))
+        """Whether it goes before this one of its tenant, which came first and may rest.
+
+        What has begun does, but not before an erasure, which may end it. An erasure passes what changes
+        nothing: it undoes all changes that came before.
+        """
+        if self.erases and self.rests:
+            return other.rests and not (other.settles or other.imports)
+        return self.future.running() and other.rests and not other.erases
 
     def forget(self) -> None:
         """What was read of its tenant is used at once, or not at all, and so is how far the log had moved."""
@@ -95,7 +102,7 @@ class FairQueue:
         return min(map(self._rest_s, self._by_tenant), default=None)
 
     def append(self, command: Command) -> None:
-        """Behind the others of its tenant. If it has begun, before those that may rest; see `erases` too."""
+        """Behind the others of its tenant, but for those that it passes."""
         waiting = self._by_tenant.setdefault(command.tenant, deque())
         at = len(waiting)
         while at and command.passes(waiting[at - 1]):
@@ -126,9 +133,11 @@ class FairQueue:
         return waiting
 
     def _rest_s(self, tenant: str) -> float:
-        """Of a tenant with waiting commands."""
-        command = self._by_tenant[tenant][0]
-        return self.pacing_of(command).rest_s(tenant) if tenant and command.rests else 0.0
+        """Of a tenant with waiting commands: 0 if calls wait for one of them, as they keep their order."""
+        waiting = self._by_tenant[tenant]
+        if not tenant or not waiting[0].rests or any(not c.rests and not c.future.running() for c in waiting):
+            return 0.0
+        return self.pacing_of(waiting[0]).rest_s(tenant)
 
 
 class Waiting(deque[Command]):
@@ -136,13 +145,14 @@ class Waiting(deque[Command]):
 
     repeated_s = 0.0
 
-    def repeat(self, run: Callable[[Command], None]) -> None:
-        """Run each once, for a short time; who waits on is appended again."""
+    def repeat(self, run: Callable[[Command], None], may_run: Callable[[Command], bool]) -> None:
+        """Run each once that may, for a short time; who waits on is appended again."""
         self.repeated_s = time.monotonic()
         for _ in range(len(self)):
             if time.monotonic() > self.repeated_s + REPEATED_S:
                 return
-            run(self.popleft())
+            command = self.popleft()
+            (run if may_run(command) else self.append)(command)
 
     @property
     def gives_way(self) -> bool:

@@ -90,6 +90,7 @@ class EngineWork:
         loads: bool = False,
         settles: bool = False,
         erases: bool = False,
+        imports: bool = False,
     ) -> Future[T]:
         """Run something with the engine. The others: see Command."""
 
@@ -97,7 +98,7 @@ class EngineWork:
             return run(self.supervisor.open())
 
         command = Command(act, Future(), is_quick, wait, tenant, searches, reads, reads_journal)
-        command.loads, command.settles, command.erases = loads, settles, erases
+        command.loads, command.settles, command.erases, command.imports = loads, settles, erases, imports
         return self._command(command)
 
     def ask_without(self, run: Callable[[], T]) -> Future[T]:
@@ -187,7 +188,8 @@ class EngineWork:
             self.rounds_go_on, self.read_is_next = True, bool(command.moves)
             if not command.moves:  # else the log is to move first, and it waits again
                 self._reads, self._fetches = (command, None) if command.reads_journal else (None, command)
-            return self._long.pacing_of(command).measured(command.tenant)(part)
+            # a move is of all tenants' turns
+            return part if command.moves else self._long.pacing_of(command).measured(command.tenant)(part)
         at_hand = engine is not None and (not command.tenant or is_at_hand(engine, command.tenant))
         self.unreadable = frozenset([command.tenant]) if command.reads and at_hand else None
         act = partial(self._load_and_obey, command)
@@ -248,7 +250,7 @@ class EngineWork:
         self._busy = True
         under_way = len(self.calls)
         self.calls.settle(self._release)
-        self._go_on_waiting(under_way)
+        self._go_on_waiting(under_way, self._is_quick)
 
     def _recover_apart(self) -> None:
         error, self._failed, self._evictions = self._failed, None, None
@@ -387,14 +389,14 @@ class EngineWork:
                 self.supervisor.open()
             except Exception as error:  # noqa: BLE001 - the status shows it, and the next call raises it
                 log.warning("shard %s cannot be opened: %s", self._shard, error)
-        self._go_on_waiting(under_way)
+        self._go_on_waiting(under_way, self._is_quick if apart else lambda _: True)
 
-    def _go_on_waiting(self, under_way: int) -> None:
+    def _go_on_waiting(self, under_way: int, may_run: Callable[[Command], bool]) -> None:
         """Repeat the waiting commands. First the answers to calls are sent; so many were under way."""
         if self.on_loop and len(self.calls) < under_way and self._waits.gives_way:
             self._busy = True
         else:
-            self._waits.repeat(self._run_command)
+            self._waits.repeat(self._run_command, may_run)
 
     def _step(self, apart: bool) -> None:
         """`apart`: a slow commit, and recovery from an error, are left to `long_part`."""

@@ -9,6 +9,7 @@ import asyncio
 import secrets
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -75,8 +76,11 @@ class JobQueue:
         self._settings = settings
         self._work: Mapping[Operation, Work] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        # per operation: flushes wait for the LLM, and must not delay erasures
-        self._slots = {of: asyncio.Semaphore(settings.jobs_at_once) for of in get_args(Operation)}
+        # Per operation. Erasures have none: one purge serves many, and a tenant that erases itself again and
+        # again waits for its next one without delaying the others.
+        self._slots: Mapping[Operation, asyncio.Semaphore] = {
+            of: asyncio.Semaphore(settings.jobs_at_once) for of in get_args(Operation) if of != "erase"
+        }
         # size of each import's body in the state folder, by job
         self._body_bytes: dict[str, int] = {}
         # a tenant's jobs of one operation run in turn, and take one slot together
@@ -181,7 +185,7 @@ class JobQueue:
 
     async def _do(self, job: ServiceJob) -> None:
         turn = self._turns.setdefault((job.operation, job.tenant_key), asyncio.Lock())
-        async with turn, self._slots[job.operation]:
+        async with turn, self._slots.get(job.operation, nullcontext()):
             # no row: the job was forgotten before it began
             if not await self._run("update jobs set status = 'running' where id = ? returning id", job.id):
                 return

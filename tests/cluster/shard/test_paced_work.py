@@ -16,7 +16,7 @@ from undertow.engine.base.pacing import Pacing, Served
 from undertow.engine.base.queries import ApiCall, EraseCommand, EventsQuery, ExplainQuery, SearchQuery
 from undertow.engine.cluster.shard import beside, engine_work
 from undertow.engine.cluster.shard.api import purges
-from undertow.engine.cluster.shard.commands import Command, FairQueue
+from undertow.engine.cluster.shard.commands import Command, FairQueue, Waiting
 from undertow.engine.cluster.shard.engine_work import EngineWork
 from undertow.engine.cluster.shard.quick import never
 from undertow.engine.tenants.registry import UnknownTenant
@@ -48,16 +48,8 @@ class World:
 
     async def rounds(self) -> None:
         """Time enough for whatever may be done."""
-        done = asyncio.Event()
-
-        def counted(left: int) -> None:
-            if left:
-                asyncio.get_running_loop().call_later(0.002, counted, left - 1)
-            else:
-                done.set()
-
-        counted(25)
-        await done.wait()
+        for _ in range(25):
+            await asyncio.sleep(0.002)
 
     def explain(self, tenant: str) -> asyncio.Task[Any]:
         return asyncio.create_task(self.memories.call(ExplainQuery(tenant)))
@@ -168,6 +160,9 @@ async def test_calls_with_turns_of_others_do_not_wait_for_who_rests(tmp_path: Pa
         await world.rounds()
         await world.memories.add([*some("ann", 2), *some("bob", 2)])
         assert world.work._long.pacing.rest_s("ann")
+        assert await heavy  # it came before them
+        heavy = world.explain("ann")
+        await world.rounds()
         await world.memories.call(EraseCommand("ann"))  # nor does an erasure, which goes before it
         assert not heavy.done()
         world.now_s += LATER_S
@@ -189,11 +184,30 @@ async def test_an_erasure_waits_after_many_of_them(tmp_path: Path) -> None:
 
 async def test_an_erasure_goes_before_readings_and_behind_changes() -> None:
     queue = FairQueue(Pacing(Served()), Pacing(Served()))
-    change, read, erasure = (Command(lambda: None, Future(), never, tenant="ann") for _ in range(3))
-    read.reads, erasure.erases = True, True
-    for command in (change, read, erasure):
+    change, imported, read, answer, erasure, load = (
+        Command(lambda: None, Future(), never, tenant="ann") for _ in range(6)
+    )
+    change.settles = imported.imports = read.reads = erasure.erases = True
+    load.rests = False
+    for command in (change, imported, read, answer, erasure, load):
         queue.append(command)
-    assert [queue.pop() for _ in range(3)] == [change, erasure, read]
+    assert [queue.pop() for _ in range(6)] == [change, imported, erasure, read, answer, load]
+
+
+async def test_an_erasure_comes_between_two_parts_of_an_import(tmp_path: Path) -> None:
+    async with shard(tmp_path) as world:
+        imported: Future[Any] = world.work.ask(lambda _: None, wait=True, tenant="ann", imports=True)
+        await world.rounds()
+        await world.memories.call(EraseCommand("ann"))
+        assert imported.running()
+
+
+async def test_what_is_no_longer_quick_is_not_repeated_on_the_loop() -> None:
+    ran: list[Command] = []
+    waiting = Waiting(Command(lambda: None, Future(), never) for _ in range(3))
+    first, *others = waiting
+    waiting.repeat(ran.append, lambda _: not ran)
+    assert ran == [first] and list(waiting) == others
 
 
 async def test_who_had_many_purges_waits_for_the_next_one_or_for_another_tenants(

@@ -348,7 +348,7 @@ class ApiCalls:
                 self._imports.add(running)
             return engine.go_on_importing(running.pending)
 
-        imported = self._ask(go_on, wait=True, tenant=command.tenant)
+        imported = self._ask(go_on, wait=True, tenant=command.tenant, imports=True)
         imported.add_done_callback(lambda _: self._imports.discard(running))
         return imported
 
