@@ -41,7 +41,10 @@ class Target(NamedTuple):
 
 
 def hostile_part(filled: Filled, mix: Mix, durability: str, seconds: float, rate: float) -> Figures:
-    """The others' latencies without the tenant's requests, beside them, and beside its erasures too."""
+    """The others' latencies without the tenant's requests, beside them, and beside its erasures too.
+
+    The ratios are over the mean of the stretches before and after: some machines change their speed.
+    """
     spawned = get_context("spawn")
     # a process of its own, as the others' client would wait for what it does with the answers
     with filled.loaded(mix, durability) as load, ProcessPoolExecutor(1, spawned) as attacker:
@@ -52,14 +55,18 @@ def hostile_part(filled: Filled, mix: Mix, durability: str, seconds: float, rate
         for name, erases in (("it", False), ("its_erasures_too", True)):
             sent = attacker.submit(_sent, target, seconds, erases)
             beside, attacked = load.at_rate(rate, seconds)
+            statuses = sent.result()
+            after, quiet = load.at_rate(rate, seconds)
             ratios = {
-                kind: round(beside.p95_ms(adds=adds) / before.p95_ms(adds=adds), 2)
+                kind: round(
+                    2 * beside.p95_ms(adds=adds) / sum(o.p95_ms(adds=adds) for o in (before, after)), 2
+                )
                 for kind, adds in (("search", False), ("add", True))
-                if set(before.statuses) == set(beside.statuses) == {200}
+                if set(before.statuses) == set(beside.statuses) == set(after.statuses) == {200}
             }
-            told = {"p95_over_alone": ratios, "others": attacked, "statuses": sent.result()}
-            _, after = load.at_rate(rate, seconds)
-            figures |= {f"beside_{name}": told, f"alone_after_{name}": after}
+            told = {"p95_over_alone": ratios, "others": attacked, "statuses": statuses}
+            figures |= {f"beside_{name}": told, f"alone_after_{name}": quiet}
+            before = after
     return figures
 
 
