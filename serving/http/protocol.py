@@ -16,7 +16,7 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from undertow.serving.http.middleware.admission import PLACE, Admission
-from undertow.serving.http.middleware.disconnects import GONE
+from undertow.serving.http.middleware.disconnects import gone
 from undertow.serving.http.middleware.front import OPEN_PATHS
 from undertow.serving.http.middleware.load_limits import OVERLOAD, SOON_S
 from undertow.serving.http.problems import CLOSE, MEDIA_TYPE, Problem
@@ -233,7 +233,7 @@ class Protocol(HttpToolsProtocol):
             self._serving.disconnected = True  # uvicorn tells only the newest, which may be pipelined
             self._serving.message_event.set()
             if not self._serving.more_body:
-                self._serving.scope.get(GONE, bool)()  # type: ignore[operator]
+                gone(self._serving.scope)  # type: ignore[arg-type]
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._serving = cycle

@@ -17,6 +17,8 @@ from undertow.engine.tenants.registry import Fetched
 
 # Commands are taken on a loop, and those that wait are repeated, for so long in one round.
 REPEATED_S = 0.002
+# Of a tenant, so many that were cancelled may stay; a move of the log takes about so long.
+MOST_GONE, MOVE_S = 32, 0.02
 # The latter let answers of calls be sent first, for so long.
 HELD_S = 0.02
 
@@ -58,10 +60,10 @@ class Command:
     moves: int = 0
     # whether it waits while its tenant rests: not once it has begun, nor where calls wait for it
     rests: bool = True
-    # whether it erases its tenant: see `passes`; how long it rests depends on its tenant's erasures alone
+    # whether it erases its tenant: how long it rests depends on its tenant's erasures alone
     erases: bool = False
-    # whether it adds to its tenant, without `settles`
-    imports: bool = False
+    # whether it changes its tenant; so does what `settles`
+    changes: bool = False
     traceparent: str | None = field(default_factory=current_traceparent)
 
     def begin(self) -> bool:
@@ -70,14 +72,16 @@ class Command:
         return self.future.running() or self.future.set_running_or_notify_cancel()
 
     def passes(self, other: Command) -> bool:
-        """Whether it goes before this one of its tenant, which came first and may rest.
+        """Whether it goes before this one of its tenant, which came first.
 
-        What has begun does, but not before an erasure, which may end it. An erasure passes what changes
-        nothing: it undoes all changes that came before.
+        What has begun passes what rests, but a change does not pass an erasure, which ends it. An erasure
+        passes what changes nothing, as does what never rests: no change is overtaken.
         """
-        if self.erases and self.rests:
-            return other.rests and not (other.settles or other.imports)
-        return self.future.running() and other.rests and not other.erases
+        if not other.rests:
+            return False
+        if self.future.running():
+            return not (self.changes and other.erases)
+        return (self.erases or not self.rests) and not (other.changes or other.settles)
 
     def forget(self) -> None:
         """What was read of its tenant is used at once, or not at all, and so is how far the log had moved."""
@@ -104,6 +108,8 @@ class FairQueue:
     def append(self, command: Command) -> None:
         """Behind the others of its tenant, but for those that it passes."""
         waiting = self._by_tenant.setdefault(command.tenant, deque())
+        if len(waiting) >= MOST_GONE:
+            self._drop_gone(command.tenant)
         at = len(waiting)
         while at and command.passes(waiting[at - 1]):
             at -= 1
@@ -116,21 +122,33 @@ class FairQueue:
 
     def pop(self) -> Command | None:
         """The next one; None: there is none that may run now."""
-        tenant = next((name for name in self._by_tenant if not self._rest_s(name)), None)
-        if tenant is None:
-            return None
-        waiting = self._by_tenant.pop(tenant)
-        command = waiting.popleft()
-        command.rests = False
-        if waiting:
-            self._by_tenant[tenant] = waiting
-        return command
+        for tenant, waiting in list(self._by_tenant.items()):
+            self._drop_gone(tenant)
+            if waiting and self._rest_s(tenant):
+                continue
+            del self._by_tenant[tenant]
+            if waiting:
+                command = waiting.popleft()
+                command.rests = False
+                if waiting:
+                    self._by_tenant[tenant] = waiting
+                return command
+        return None
 
     def take(self) -> list[Command]:
         """All of them; none is left."""
         waiting = [command for of_tenant in self._by_tenant.values() for command in of_tenant]
         self._by_tenant.clear()
         return waiting
+
+    def _drop_gone(self, tenant: str) -> None:
+        """Forget what its caller has cancelled. If the log has moved for it, the tenant has had that time."""
+        waiting = self._by_tenant[tenant]
+        if gone := [command for command in waiting if command.future.cancelled()]:
+            self.pacing.worked(tenant, MOVE_S * sum(command.moves for command in gone))
+            left = [command for command in waiting if command not in gone]
+            waiting.clear()
+            waiting.extend(left)
 
     def _rest_s(self, tenant: str) -> float:
         """Of a tenant with waiting commands: 0 if calls wait for one of them, as they keep their order."""

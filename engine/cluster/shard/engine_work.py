@@ -90,7 +90,7 @@ class EngineWork:
         loads: bool = False,
         settles: bool = False,
         erases: bool = False,
-        imports: bool = False,
+        changes: bool = False,
     ) -> Future[T]:
         """Run something with the engine. The others: see Command."""
 
@@ -98,7 +98,7 @@ class EngineWork:
             return run(self.supervisor.open())
 
         command = Command(act, Future(), is_quick, wait, tenant, searches, reads, reads_journal)
-        command.loads, command.settles, command.erases, command.imports = loads, settles, erases, imports
+        command.loads, command.settles, command.erases, command.changes = loads, settles, erases, changes
         return self._command(command)
 
     def ask_without(self, run: Callable[[], T]) -> Future[T]:

@@ -12,6 +12,15 @@ from starlette.types import Scope
 GONE = "undertow.gone"
 
 
+def gone(scope: Scope) -> None:
+    """The client has disconnected."""
+    scope.setdefault(GONE, _already)()
+
+
+def _already() -> None:
+    """The request was not in `unless_gone` yet when its client disconnected."""
+
+
 @contextmanager
 def unless_gone(scope: Scope) -> Iterator[None]:
     """Around work for a request that has come as a whole: it is cancelled if the client disconnects.
@@ -20,18 +29,21 @@ def unless_gone(scope: Scope) -> Iterator[None]:
     """
     task, is_gone = asyncio.current_task(), False
     assert task is not None, "a request is served by a task"
+    cancelling = task.cancelling()
 
     def end() -> None:
         nonlocal is_gone
         is_gone = True
         task.cancel()
 
+    if scope.get(GONE) is _already:
+        end()
     scope[GONE] = end
     try:
         yield
     except asyncio.CancelledError:
-        if not is_gone:
+        # the request ends here, without a response, unless another one has cancelled it too
+        if not is_gone or task.uncancel() > cancelling:
             raise
-        task.uncancel()  # the request ends here, without a response
     finally:
         del scope[GONE]

@@ -120,7 +120,7 @@ class GuardedRoute(APIRoute):
         super().__init__(path, endpoint, **more)
         # of others the turn comes first: whoever reads no body does not wait for what comes after it
         self._reads_body = self.body_field is not None or access.imports
-        self._only_reads = access.scope is Scope.READ and access.act is None
+        self._only_reads = access.scope is Scope.READ and access.act is None and not access.once
         self._serve: ASGIApp = DirectEndpoint(endpoint) if access.direct else super().handle
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -155,17 +155,19 @@ class GuardedRoute(APIRoute):
             )
             turn = service.turns.turn(name, scope)
             is_once = self.access.once and KEY_HEADER in headers
-            if self._reads_body or is_once:
-                receive = turn.after_body(receive)
-            else:
-                await turn.begin()
-            if is_once:
-                owner = None if tenant is None else service.memories.tenant_key(tenant)
-                sender = KeyOwner(key_id, tenant, owner, erases=self.access.scope is Scope.ERASE)
-                work: Awaitable[None] = answer_once(service.once, sender, self._serve, scope, receive, send)
-            else:
-                work = self._serve(scope, receive, send)
             with unless_gone(scope) if self._only_reads else nullcontext():
+                if self._reads_body or is_once:
+                    receive = turn.after_body(receive)
+                else:
+                    await turn.begin()
+                if is_once:
+                    owner = None if tenant is None else service.memories.tenant_key(tenant)
+                    sender = KeyOwner(key_id, tenant, owner, erases=self.access.scope is Scope.ERASE)
+                    work: Awaitable[None] = answer_once(
+                        service.once, sender, self._serve, scope, receive, send
+                    )
+                else:
+                    work = self._serve(scope, receive, send)
                 await turn.timed(work)
 
     def _share(self, load: LoadLimits, key_id: str, tenant: str | None) -> AbstractContextManager[None]:

@@ -47,6 +47,7 @@ SOON_S = 30
 
 @asynccontextmanager
 async def opened(store: Path, parts: EngineParts = PARTS, **changes: Any) -> AsyncIterator[AsyncMemories]:
+    """As the service opens them: the event loop does the store's work."""
     open_ = partial(open_memories, loop=asyncio.get_running_loop())
     async with await asyncio.to_thread(open_, store, settings(**changes), parts=parts) as memories:
         yield memories

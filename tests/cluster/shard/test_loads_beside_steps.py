@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -146,14 +146,20 @@ async def test_edits_of_a_tenant_that_is_read_run_once_and_in_their_order(
                 await memories.call(word(3, "dee"))
 
 
-async def test_a_tenant_that_was_evicted_meanwhile_is_read_with_its_last_turns(tmp_path: Path) -> None:
-    """A command whose part of the log has moved to Lance, before the tenant was in memory and out again."""
+@contextmanager
+def evicted(store: Path) -> Iterator[tuple[Engine, FairQueue]]:
+    """An engine that has evicted ann, who has a log of six records."""
     given = settings(theta_count=1_000)
-    with Engine(tmp_path, given, PARTS.encoder(given)) as engine:
+    with Engine(store, given, PARTS.encoder(given)) as engine:
         engine.add_batch(some("ann", *range(5)))
         engine.flush("ann")
         engine.tenants.evict("ann")
-        waiting = FairQueue(Pacing(Served()), Pacing(Served()))
+        yield engine, FairQueue(Pacing(Served()), Pacing(Served()))
+
+
+async def test_a_tenant_that_was_evicted_meanwhile_is_read_with_its_last_turns(tmp_path: Path) -> None:
+    """A command whose part of the log has moved to Lance, before the tenant was in memory and out again."""
+    with evicted(tmp_path) as (engine, waiting):
         command = Command(lambda: None, Future(), never, tenant="ann", loads=True, sees_until=0)
         parts = 0
         while command.fetched is None:
@@ -168,13 +174,8 @@ async def test_a_tenant_that_was_evicted_meanwhile_is_read_with_its_last_turns(t
 
 
 async def test_a_tenant_that_was_loaded_before_the_thread_reads_stays_as_it_is(tmp_path: Path) -> None:
-    given = settings(theta_count=1_000)
-    with Engine(tmp_path, given, PARTS.encoder(given)) as engine:
-        engine.add_batch(some("ann", *range(5)))
-        engine.flush("ann")
-        engine.tenants.evict("ann")
+    with evicted(tmp_path) as (engine, waiting):
         command = Command(lambda: None, Future(), never, tenant="ann", loads=True)
-        waiting = FairQueue(Pacing(Served()), Pacing(Served()))
         while (part := beside.part_beside(engine, command, waiting, lambda _: None)) and command.moves:
             part()
         assert part is not None, "the log has moved, and the tenant's rows are to be read"

@@ -13,10 +13,19 @@ import pytest
 
 from undertow.engine.api.erasure import remove_bytes
 from undertow.engine.base.pacing import Pacing, Served
-from undertow.engine.base.queries import ApiCall, EraseCommand, EventsQuery, ExplainQuery, SearchQuery
+from undertow.engine.base.queries import (
+    ApiCall,
+    DeleteCommand,
+    EraseCommand,
+    EventsQuery,
+    ExplainQuery,
+    FlushCommand,
+    SearchQuery,
+    SetPolicyCommand,
+)
 from undertow.engine.cluster.shard import beside, engine_work
 from undertow.engine.cluster.shard.api import purges
-from undertow.engine.cluster.shard.commands import Command, FairQueue, Waiting
+from undertow.engine.cluster.shard.commands import MOST_GONE, Command, FairQueue, Waiting
 from undertow.engine.cluster.shard.engine_work import EngineWork
 from undertow.engine.cluster.shard.quick import never
 from undertow.engine.tenants.registry import UnknownTenant
@@ -160,9 +169,6 @@ async def test_calls_with_turns_of_others_do_not_wait_for_who_rests(tmp_path: Pa
         await world.rounds()
         await world.memories.add([*some("ann", 2), *some("bob", 2)])
         assert world.work._long.pacing.rest_s("ann")
-        assert await heavy  # it came before them
-        heavy = world.explain("ann")
-        await world.rounds()
         await world.memories.call(EraseCommand("ann"))  # nor does an erasure, which goes before it
         assert not heavy.done()
         world.now_s += LATER_S
@@ -187,16 +193,52 @@ async def test_an_erasure_goes_before_readings_and_behind_changes() -> None:
     change, imported, read, answer, erasure, load = (
         Command(lambda: None, Future(), never, tenant="ann") for _ in range(6)
     )
-    change.settles = imported.imports = read.reads = erasure.erases = True
+    change.settles = imported.changes = read.reads = erasure.erases = erasure.settles = True
     load.rests = False
     for command in (change, imported, read, answer, erasure, load):
         queue.append(command)
-    assert [queue.pop() for _ in range(6)] == [change, imported, erasure, read, answer, load]
+    assert [queue.pop() for _ in range(6)] == [change, imported, erasure, load, read, answer]
+
+
+@pytest.mark.parametrize(
+    "call", [SetPolicyCommand("ann", "a-mem"), FlushCommand("ann"), DeleteCommand("0" * 32, "ann")]
+)
+async def test_no_change_is_overtaken_by_an_erasure(tmp_path: Path, call: ApiCall[Any]) -> None:
+    async with shard(tmp_path) as world:
+        engine_of(world.memories).flush("ann")
+        engine_of(world.memories).tenants.evict("ann")  # what needs it in memory is not quick
+        world.work._long.pacing.worked("ann", MUCH_S)
+        await world.ask("bob")
+        changed = asyncio.create_task(world.memories.call(call))
+        await world.rounds()
+        erased = asyncio.create_task(world.memories.call(EraseCommand("ann")))
+        await world.rounds()
+        assert not (changed.done() or erased.done())
+        world.now_s += LATER_S
+        await asyncio.gather(changed, erased, return_exceptions=True)
+        assert "ann" not in engine_of(world.memories).tenants
+
+
+async def test_calls_that_were_cancelled_do_not_pile_up_and_their_moves_count(tmp_path: Path) -> None:
+    async with shard(tmp_path) as world:
+        world.work._long.pacing.worked("ann", MUCH_S)
+        await world.ask("bob")
+        for call in (ExplainQuery("ann"), SearchQuery("ann", "word", explain=True)) * 100:
+            asked = asyncio.create_task(world.memories.call(call))
+            await asyncio.sleep(0)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+        (waiting,) = world.work._long._by_tenant.values()
+        assert len(waiting) <= MOST_GONE + 1
+        waiting[0].moves, rest_s = 1, world.work._long.pacing.rest_s("ann")
+        world.now_s += LATER_S
+        assert world.work._long.pop() is None and world.work._long.rest_s is None
+        assert rest_s and world.work._long.pacing._full_s["ann"] > world.now_s
 
 
 async def test_an_erasure_comes_between_two_parts_of_an_import(tmp_path: Path) -> None:
     async with shard(tmp_path) as world:
-        imported: Future[Any] = world.work.ask(lambda _: None, wait=True, tenant="ann", imports=True)
+        imported: Future[Any] = world.work.ask(lambda _: None, wait=True, tenant="ann", changes=True)
         await world.rounds()
         await world.memories.call(EraseCommand("ann"))
         assert imported.running()

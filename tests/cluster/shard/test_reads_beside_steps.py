@@ -31,6 +31,7 @@ from undertow.engine.storage import tail
 from undertow.engine.storage.journal import Journal, JournalError
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.tenants.registry import UnknownTenant
+from undertow.serving.async_memories import AsyncMemories
 
 from ...support.api.erasure import turns_of_topics
 from ...support.cluster.in_process import PARTS, settings
@@ -159,17 +160,22 @@ async def test_searches_do_not_wait_for_a_purge_while_turns_of_many_cold_tenants
             assert sorted(seqs) == [list(range(1, 21)), list(range(21, 41))]
 
 
+async def first_of_topics(memories: AsyncMemories) -> str:
+    """Have turns of topics decided; the id of the first memory."""
+    await memories.add(turns_of_topics("ann", 12, "secret"))
+    await memories.call(FlushCommand("ann"))
+    return str((await memories.call(ListQuery("ann", limit=20))).items[0]["id"])
+
+
 async def test_rows_that_a_deletion_makes_obsolete_are_removed_after_a_purge_and_do_not_hold_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removals = threads_of(monkeypatch, Journal, "delete_rows")
     async with opened(tmp_path) as memories:
-        await memories.add(turns_of_topics("ann", 12, "secret"))
-        await memories.call(FlushCommand("ann"))
+        first = await first_of_topics(memories)
         assert "episode" in {memory.kind for memory in await memories.call(MemoriesQuery("ann"))}
-        first = (await memories.call(ListQuery("ann", limit=20))).items[0]
         held = Held(monkeypatch, LanceLog, "rewrite_deleted")
-        await memories.call(DeleteCommand(first["id"], "ann"))
+        await memories.call(DeleteCommand(first, "ann"))
         removals.clear()
         purge: asyncio.Task[Any] = asyncio.create_task(memories.call(PurgeCommand()))
         await held.wait()
@@ -194,10 +200,7 @@ async def test_the_loop_does_not_wait_for_the_deletion_of_what_its_own_step_make
 ) -> None:
     removals = threads_of(monkeypatch, Journal, "delete_rows")
     async with opened(tmp_path) as memories:
-        await memories.add(turns_of_topics("ann", 12, "secret"))
-        await memories.call(FlushCommand("ann"))
-        first = (await memories.call(ListQuery("ann", limit=20))).items[0]
-        await memories.call(DeleteCommand(first["id"], "ann"))
+        await memories.call(DeleteCommand(await first_of_topics(memories), "ann"))
         removals.clear()
         await memories.call(FlushCommand("ann"))
         async with asyncio.timeout(SOON_S):

@@ -47,13 +47,16 @@ def told(
 ) -> list[Report]:
     """All events of some tenants behind an lsn, each with its own, in parts of these sizes in turn."""
     found: list[Report] = []
+    is_cut = True
     for size in cycle(sizes):
         query = EventsQuery({"single": at}, None if keys is None else frozenset(keys), size, text=True)
         page = api.call(query)["single"]
         found += [{"lsn": lsn, **event} for lsn, event in page.items]
+        assert is_cut or not page.items, "the page before was told to be the last one"
         if at == page.at:
+            assert not page.is_cut
             return found
-        at = page.at
+        at, is_cut = page.at, page.is_cut
     raise AssertionError
 
 

@@ -4,42 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from undertow.engine.base.model import Turn, UndertowError
+from undertow.engine.base.model import UndertowError
 from undertow.engine.base.queries import AnswerQuery, FlushCommand, SearchQuery, StatsQuery
 from undertow.engine.base.results import Answer
-from undertow.engine.cluster.shard.engine_work import EngineWork
 from undertow.engine.cluster.shard.supervisor import EngineParts
-from undertow.engine.llm.client import Completion, OnText
+from undertow.engine.llm.client import Completion
 from undertow.engine.search import ranking
 from undertow.engine.step.admission import QueueFull
-from undertow.prompts.builders import Prompt
-from undertow.serving.async_memories import AsyncMemories, open_memories
+from undertow.serving.async_memories import AsyncMemories
 
-from ...support.cluster.in_process import PARTS, settings
-from ...support.engine import HeldLLM, turn_of
+from ...cluster.shard.test_drivers import opened
+from ...support.cluster.in_process import PARTS
+from ...support.cluster.shard import some
+from ...support.engine import HeldLLM
 
 pytestmark = pytest.mark.anyio
-
-
-def some(tenant: str, *numbers: int) -> list[Turn]:
-    return [turn_of(tenant, n, f"word{n} other{n}") for n in numbers]
-
-
-@asynccontextmanager
-async def opened(store: Path, parts: EngineParts = PARTS, **changes: Any) -> AsyncIterator[AsyncMemories]:
-    """As the service opens them: the event loop does the store's work."""
-    open_ = partial(open_memories, loop=asyncio.get_running_loop())
-    async with await asyncio.to_thread(open_, store, settings(**changes), parts=parts) as memories:
-        yield memories
 
 
 class Held:
@@ -81,27 +65,20 @@ async def test_answers_under_way_hold_back_no_other_call_of_a_large_tenant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranking, "QUICK_ROWS", 1)
-    held, parts, long_part = Held(), list[object](), EngineWork.long_part
-
-    def noted(work: EngineWork) -> Callable[[], object] | None:
-        parts.append(part := long_part(work))
-        return part
-
-    def streamed_later(prompt: Prompt, *, tenant: str, on_text: OnText) -> Future[Completion]:
-        return held.llm.submit(prompt, tenant=tenant)
-
-    monkeypatch.setattr(held.llm, "stream", streamed_later)
+    held = Held()
+    submit = held.llm.submit
+    monkeypatch.setattr(held.llm, "stream", lambda prompt, *, tenant, on_text: submit(prompt, tenant=tenant))
     async with opened(tmp_path / "store", held.parts) as memories, asyncio.timeout(30.0):
         await memories.add(some("ann", *range(5)))
         query = AnswerQuery("ann", "What of word3?")
         answers = [asyncio.create_task(memories.call(query)) for _ in range(3)]
         streamed = asyncio.create_task(anext(memories.answer_stream(query)))
         await held.asked(4)
-        monkeypatch.setattr(EngineWork, "long_part", noted)
         await asyncio.sleep(0.05)
-        assert not any(parts), "no thread asks for them again and again"
+        work = memories._router._shard._work  # type: ignore[union-attr]
+        assert work._long.rest_s is None, "no thread asks for them again and again"
         found = await memories.call(SearchQuery("ann", "word3", k_sub=1))
-        assert "word3" in found.turns[0].memory and any(parts)
+        assert "word3" in found.turns[0].memory
         held.llm.release()
         assert await streamed and all(answer.text for answer in await asyncio.gather(*answers))
 

@@ -34,11 +34,11 @@ from undertow.serving.http.problems import Problem
 from undertow.serving.http.service_settings import ServiceSettings
 from undertow.serving.http.state_db import StateDb
 
+from ...cluster.shard.test_drivers import opened
 from ...support.cluster.in_process import settings
 from ...support.llm_servers import wait_until
 from ...support.service.http import SOON_S, Running, at, is_problem, said, serving
 from ...support.service.wire import Wire, request_head
-from .test_async_memories import opened
 from .test_fair_turns import World
 
 
@@ -94,17 +94,11 @@ def test_operators_filter_a_search_and_a_list(client: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize(("filters", "words"), [(KEYS, "at most 16"), (VALUES, "at most 64")])
-def test_filters_are_bounded_in_bodies_and_in_query_strings(
+def test_filters_are_bounded_in_query_strings(
     client: httpx2.Client, filters: dict[str, Any], words: str
 ) -> None:
-    asked = {"query": "boat", "filters": filters}
-    for response in (
-        client.post(at("ann", "/search"), json=asked),
-        client.get(
-            at("ann", "/memories"), params={f"filter.{key}": values for key, values in filters.items()}
-        ),
-    ):
-        assert words in is_problem(response, 422, "input")["detail"]
+    in_query = {f"filter.{key}": values for key, values in filters.items()}
+    assert words in is_problem(client.get(ONE, params=in_query), 422, "input")["detail"]
 
 
 def test_filters_within_their_bounds_are_taken(client: httpx2.Client) -> None:

@@ -36,6 +36,7 @@ from undertow.engine.base.queries import (
     PurgeCommand,
     R,
     SearchQuery,
+    SetPolicyCommand,
     TenantCall,
     TenantsQuery,
     TenantStatsQuery,
@@ -114,6 +115,7 @@ class ApiCalls:
             reads=reads,
             reads_journal=reads_journal,
             loads=isinstance(call, TurnsByKeyQuery),
+            changes=isinstance(call, SetPolicyCommand),
         )
 
     def _on_tenant(self, engine: Engine, call: ApiCall[R]) -> R:
@@ -299,6 +301,7 @@ class ApiCalls:
             is_quick=lambda engine: logged or (not command.again and logs_quickly(engine, tenant)),
             tenant=tenant,
             loads=True,
+            changes=True,
         )
 
     def _drain(self, _: DrainCommand) -> Future[bool]:
@@ -348,7 +351,7 @@ class ApiCalls:
                 self._imports.add(running)
             return engine.go_on_importing(running.pending)
 
-        imported = self._ask(go_on, wait=True, tenant=command.tenant, imports=True)
+        imported = self._ask(go_on, wait=True, tenant=command.tenant, changes=True)
         imported.add_done_callback(lambda _: self._imports.discard(running))
         return imported
 

@@ -86,6 +86,7 @@ class AfterIndexBuild(Generic[T]):
     def promised(self, future: Future[F]) -> Future[F]:
         """A future for the result of `future`, which the caller may cancel until the result is there."""
         forward(future, self._promise, lambda result: result)
+        self._promise.add_done_callback(lambda promise: promise.cancelled() and future.cancel())
         return self._promise
 
     @property
