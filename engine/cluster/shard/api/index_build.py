@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
+from weakref import ref
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import UndertowError
@@ -86,7 +87,13 @@ class AfterIndexBuild(Generic[T]):
     def promised(self, future: Future[F]) -> Future[F]:
         """A future for the result of `future`, which the caller may cancel until the result is there."""
         forward(future, self._promise, lambda result: result)
-        self._promise.add_done_callback(lambda promise: promise.cancelled() and future.cancel())
+        asked = ref(future)  # no cycle: it would keep each result until a collection
+
+        def cancel(promise: Future[F]) -> None:
+            if promise.cancelled() and (left := asked()) is not None:
+                left.cancel()
+
+        self._promise.add_done_callback(cancel)
         return self._promise
 
     @property
