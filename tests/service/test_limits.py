@@ -36,7 +36,9 @@ def ann(client: httpx2.Client) -> None:
 
 
 def over_http(running: Running, path: str, body: Mapping[str, Any]) -> str:
-    return running.client().post(path, json={**body}).text
+    response = running.client().post(path, json={**body})
+    assert response.status_code in (400, 422), response.text
+    return response.text
 
 
 def over_mcp(running: Running, tool: str, **arguments: Any) -> str:

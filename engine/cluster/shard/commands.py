@@ -17,10 +17,10 @@ from undertow.engine.tenants.registry import Fetched
 
 # Commands are taken on a loop, and those that wait are repeated, for so long in one round.
 REPEATED_S = 0.002
-# Of a tenant, so many that were cancelled may stay; a move of the log takes about so long.
-MOST_GONE, MOVE_S = 32, 0.02
 # The latter let answers of calls be sent first, for so long.
 HELD_S = 0.02
+# So many cancelled commands of a tenant may stay in the queue. A move of the log takes about so long.
+MOST_GONE, MOVE_S = 32, 0.02
 
 
 class NotYet(Enum):
@@ -142,13 +142,12 @@ class FairQueue:
         return waiting
 
     def _drop_gone(self, tenant: str) -> None:
-        """Forget what its caller has cancelled. If the log has moved for it, the tenant has had that time."""
+        """Forget what its caller has cancelled. If the log has moved for it, that counts for the tenant."""
         waiting = self._by_tenant[tenant]
         if gone := [command for command in waiting if command.future.cancelled()]:
             self.pacing.worked(tenant, MOVE_S * sum(command.moves for command in gone))
-            left = [command for command in waiting if command not in gone]
-            waiting.clear()
-            waiting.extend(left)
+            for command in gone:
+                waiting.remove(command)
 
     def _rest_s(self, tenant: str) -> float:
         """Of a tenant with waiting commands: 0 if calls wait for one of them, as they keep their order."""
