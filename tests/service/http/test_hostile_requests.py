@@ -94,11 +94,13 @@ def test_operators_filter_a_search_and_a_list(client: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize(("filters", "words"), [(KEYS, "at most 16"), (VALUES, "at most 64")])
-def test_filters_are_bounded_in_query_strings(
+def test_filters_are_bounded_in_bodies_and_in_query_strings(
     client: httpx2.Client, filters: dict[str, Any], words: str
 ) -> None:
+    asked = {"query": "boat", "filters": filters}
     in_query = {f"filter.{key}": values for key, values in filters.items()}
-    assert words in is_problem(client.get(ONE, params=in_query), 422, "input")["detail"]
+    for response in (client.post(at("ann", "/search"), json=asked), client.get(ONE, params=in_query)):
+        assert words in is_problem(response, 422, "input")["detail"]
 
 
 def test_filters_within_their_bounds_are_taken(client: httpx2.Client) -> None:
