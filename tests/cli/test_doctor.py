@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -50,11 +51,8 @@ def test_a_card_is_reported_with_its_search_and_its_division(card: pytest.Monkey
 
 
 def test_a_full_card_and_a_library_that_does_not_load_ask_for_attention(card: pytest.MonkeyPatch) -> None:
-    def missing() -> object:
-        raise RuntimeError("libcublas.so.12 is missing")
-
     card.setattr(torch.cuda, "mem_get_info", lambda: (10 * GIB, 80 * GIB))
-    card.setattr(device, "load_faiss_gpu", missing)
+    card.setattr(device, "load_faiss_gpu", Mock(side_effect=RuntimeError("libcublas.so.12 is missing")))
     found = gpu(Settings())
     memory, search = found["gpu memory"], found["gpu search"]
     assert (memory.ok, memory.needed, "UNDERTOW_CARD_SHARES" in memory.text) == (False, True, True)

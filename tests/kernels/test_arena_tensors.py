@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,10 +29,6 @@ def test_tensors_stay_where_they_are_and_are_looked_at_once(
     arena, rng = arena_of(500), np.random.default_rng(0)
     segment = arena.new_segment()
     vectors = random_vectors(rng, 100)
-
-    def refused(self: torch.Tensor, *args: object, **named: object) -> torch.Tensor:
-        raise AssertionError("copied to the host")
-
     to = torch.Tensor.to
 
     def indexes_only(self: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
@@ -39,7 +36,7 @@ def test_tensors_stay_where_they_are_and_are_looked_at_once(
         return to(self, *args, **named)
 
     for name in ("cpu", "numpy", "item", "tolist", "__array__", "__int__", "__float__"):
-        monkeypatch.setattr(torch.Tensor, name, refused)
+        monkeypatch.setattr(torch.Tensor, name, Mock(side_effect=AssertionError("copied to the host")))
     waits = calls_of(torch.Tensor, "__bool__", torch.Tensor.numel)
     monkeypatch.setattr(torch.Tensor, "to", indexes_only)
     handles = arena.extend(np.full(100, segment), torch.from_numpy(vectors), live=True)

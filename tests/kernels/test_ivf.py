@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -106,7 +107,7 @@ def test_the_same_rows_give_the_same_index(memory: str) -> None:
 
 @pytest.mark.parametrize("memory", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_search_on_a_device_makes_no_pass_over_the_flags_on_the_host(
-    memory: str, monkeypatch: pytest.MonkeyPatch
+    memory: str, monkeypatch: pytest.MonkeyPatch, calls_of: Callable[..., list[torch.Tensor]]
 ) -> None:
     """Membership goes to the gate as a tensor, and flags are read where the rows are."""
     world = World(3000, memory)
@@ -124,18 +125,8 @@ def test_a_search_on_a_device_makes_no_pass_over_the_flags_on_the_host(
         exact = np.where(member, world.vectors.astype(np.float64) @ query.astype(np.float64), -np.inf)
         expected.append(np.argsort(-exact, kind="stable")[:10])
 
-    wanted: list[torch.Tensor] = []
-    scan = index._scan
-
-    class Noted:
-        def nearest(self, **asked: Any) -> Any:
-            wanted.append(asked["wanted"])
-            return scan.nearest(**asked)
-
-    def refuse(segment: int) -> Any:
-        raise AssertionError("the host went over the flags")
-
-    monkeypatch.setattr(index, "_scan", Noted())
+    wanted = calls_of(index._scan, "nearest", lambda **asked: asked["wanted"])
+    refuse = Mock(side_effect=AssertionError("the host went over the flags"))
     monkeypatch.setattr(world.arena, "flags", refuse)
     assert (index.search(queries, 10)[1] == np.stack(expected)).all()
     assert [(one.device.type, one.dtype, len(one)) for one in wanted] == [(memory, torch.bool, 3040)] * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -286,10 +287,7 @@ def test_a_scan_needs_no_pass_over_the_flags_on_the_host(monkeypatch: pytest.Mon
         def nearest(self, *, wanted: Any = None, **asked: Any) -> Any:
             return scanned[0 if wanted is None else 1]
 
-    def refuse(segment: int) -> Any:
-        raise AssertionError("the flags were read")
-
-    monkeypatch.setattr(arena, "flags", refuse)
+    monkeypatch.setattr(arena, "flags", Mock(side_effect=AssertionError("the flags were read")))
     for allowed, (scores, rows) in zip((None, some), expected, strict=True):
         found = top_k(arena, 0, queries, 5, allowed, Scan(arena))
         assert (found[0] == scores).all()

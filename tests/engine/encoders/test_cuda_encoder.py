@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import random
 import shutil
-from collections.abc import Sequence
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -311,11 +311,8 @@ def test_damaged_weights_are_an_error(tiny_model: str) -> None:
 
 
 def test_an_error_of_the_tokenizer_thread_is_raised(device: _Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(texts: Sequence[str]) -> Any:
-        raise RuntimeError("out of words")
-
     monkeypatch.setattr(cuda_encoder, "PIECE_CHARS", 50)
-    monkeypatch.setattr(device, "_tokens", fail)
+    monkeypatch.setattr(device, "_tokens", Mock(side_effect=RuntimeError("out of words")))
     with pytest.raises(RuntimeError, match="out of words"):
         device.encode(TEXTS)
     monkeypatch.undo()

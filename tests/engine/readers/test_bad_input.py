@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -145,10 +146,7 @@ def test_a_value_error_of_the_engine_is_not_blamed_on_the_user(
 ) -> None:
     store = tmp_path / "s"
     ingest(write_log(tmp_path / "log.jsonl", conversation("ada", 2)), store)
-
-    def broken(*args: object, **more: object) -> None:
-        raise ValueError("shapes do not match")
-
+    broken = Mock(side_effect=ValueError("shapes do not match"))
     monkeypatch.setattr("undertow.engine.api.engine.Engine.search", broken)
     command = ("search", "boat", "--tenant", "ada", "--store", store)
     done = run(*command)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -136,11 +137,8 @@ def test_a_purge_and_closing_wait_for_the_removal(
 def test_a_removal_that_fails_is_told_and_tried_again(
     journal: Journal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(_: LanceLog) -> None:
-        raise OSError("input/output error")
-
     with monkeypatch.context() as patch:
-        patch.setattr(LanceLog, "drop_old_versions", full)
+        patch.setattr(LanceLog, "drop_old_versions", Mock(side_effect=OSError("input/output error")))
         append(journal, 2)
         journal.finish_tidying()
     assert "cannot remove old versions" in caplog.text and "input/output error" in caplog.text

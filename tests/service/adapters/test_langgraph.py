@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from itertools import count
 from typing import Any, TypedDict, cast
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -213,10 +214,7 @@ def test_what_cannot_be_is_refused_before_anything_is_stored(served: Any) -> Non
 
 
 def test_a_service_that_fails_is_no_empty_answer(tmp_path: Any) -> None:
-    async def fail(*_: Any) -> None:
-        raise RuntimeError("broken")
-
-    failing = (ListQuery, SearchQuery)
+    failing, fail = (ListQuery, SearchQuery), AsyncMock(side_effect=RuntimeError("broken"))
     with (
         serving(tmp_path, wrap=lambda memories: intercepted(memories, failing, fail)) as running,
         Client(running.url, running.key(), retries=Retries(patience_s=0)) as client,

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import httpx2
 import pytest
@@ -337,10 +338,7 @@ def test_an_error_of_the_engine_is_a_problem_without_its_message(
     wait: str | None,
 ) -> None:
     def failing(memories: AsyncMemories) -> AsyncMemories:
-        async def add(turns: Any) -> Any:
-            raise error
-
-        memories.add = add  # type: ignore[method-assign]
+        memories.add = AsyncMock(side_effect=error)  # type: ignore[method-assign]
         return memories
 
     with serving(tmp_path, wrap=failing) as running:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx2
 import orjson
@@ -200,10 +201,7 @@ def test_without_keys_only_a_loopback_host_is_admitted(host: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.1", "example.org"])
 def test_without_keys_it_listens_on_loopback_only(host: str, tmp_path: Path) -> None:
     files = Files(None, tmp_path / "audit.jsonl", tmp_path / "state")
-
-    def never(_: object) -> Any:
-        raise AssertionError("nothing is opened")
-
+    never = Mock(side_effect=AssertionError("nothing is opened"))
     with pytest.raises(UndertowError, match="loopback"):
         settings, engine = ServiceSettings(), engine_settings()
         run(never, files, host, 0, settings=settings, engine=engine, on_start=lambda _: None)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import lance
 import pytest
@@ -75,12 +76,8 @@ def test_after_a_failed_write_nothing_is_taken_until_the_store_is_reopened(
     monkeypatch.setattr(journal_module, "ROWS_PAST_LOG", past_log)
     journal = Journal.open(store, writable=True)
     journal.append([row()])
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError("No space left on device")
-
     with monkeypatch.context() as patched:
-        patched.setattr(owner, write, full)
+        patched.setattr(owner, write, Mock(side_effect=OSError("No space left on device")))
         with pytest.raises(JournalError, match=r"No space left.*free space"):
             journal.append([row(seq=1)])
     for rows in ([row(seq=2)], []):

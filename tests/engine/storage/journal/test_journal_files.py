@@ -123,13 +123,10 @@ def test_an_index_that_a_kill_has_left_out_is_made_by_a_compaction(
 def test_a_compaction_that_fails_does_not_undo_the_append(
     journal: Journal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(_: LanceLog) -> int:
-        raise OSError("No space left on device")
-
     monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 2)
     monkeypatch.setattr(journal_module, "ROWS_PAST_LOG", 1)
     with monkeypatch.context() as patched:
-        patched.setattr(LanceLog, "tidy", full)
+        patched.setattr(LanceLog, "tidy", Mock(side_effect=OSError("No space left on device")))
         for seq in range(3):
             journal.append([row(seq=seq)])
     assert "cannot compact" in caplog.text
