@@ -172,10 +172,8 @@ async def test_an_encoder_that_takes_long_runs_on_a_thread(
     async with opened(tmp_path) as memories:
         await memories.add(some("ann", 1))
         engine_of(memories)._texts.text_s = 1.0
-        steps, calls = (
-            threads_of(monkeypatch, Engine, "step"),
-            threads_of(monkeypatch, Engine, "begin_search"),
-        )
+        steps = threads_of(monkeypatch, Engine, "step")
+        calls = threads_of(monkeypatch, Engine, "begin_search")
         await memories.call(word(1))
         await memories.add(some("ann", 2))
         assert here not in {*steps, *calls}
@@ -275,18 +273,13 @@ async def test_a_round_that_fails_unexpectedly_ends_the_shard_and_not_the_loop(
 
 
 async def test_a_command_that_asks_for_more_does_not_begin_a_round_beside_a_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, calls_of: Callable[..., list[bool]]
 ) -> None:
     """As a streamed answer does."""
     async with opened(tmp_path) as memories:
         await memories.add(some("ann", 1))
         work = memories._router._shard._work  # type: ignore[union-attr]
-        in_use, beside, go = threading.Event(), [0], threading.Event()
-        round_ = EngineWork.round
-
-        def watched(self: EngineWork, *, quickly: bool = False) -> bool:
-            beside[0] += in_use.is_set()
-            return round_(self, quickly=quickly)
+        in_use, go = threading.Event(), threading.Event()
 
         def long(_: Engine) -> bool:
             in_use.set()
@@ -294,7 +287,7 @@ async def test_a_command_that_asks_for_more_does_not_begin_a_round_beside_a_thre
             in_use.clear()
             return True
 
-        monkeypatch.setattr(EngineWork, "round", watched)
+        beside = calls_of(EngineWork, "round", lambda *_, **__: in_use.is_set())
         held = work.ask_without(lambda: go.wait(SOON_S))
         await asyncio.sleep(0.02)
         asking = work.ask(lambda _: work.ask(lambda _: True, is_quick=quick), is_quick=quick)
@@ -303,7 +296,7 @@ async def test_a_command_that_asks_for_more_does_not_begin_a_round_beside_a_thre
         for future in (held, asking, last):
             assert await asyncio.wrap_future(future)
         assert await asyncio.wrap_future(asking.result())
-        assert beside == [0]
+        assert not any(beside)
 
 
 def quick(_: Engine) -> bool:
@@ -391,16 +384,9 @@ async def test_what_the_loop_has_stored_and_decided_is_what_an_engine_stores_and
 
 
 async def test_a_shard_without_an_engine_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds: list[bool] = []
-    act = EngineWork.round
-
-    def counted(self: EngineWork, *, quickly: bool = False) -> bool:
-        rounds.append(quickly)
-        return act(self, quickly=quickly)
-
     async with opened(tmp_path) as memories:
         memories._router._shard._supervisor._discard(Fenced("another writer has the store"))  # type: ignore[union-attr]
-        monkeypatch.setattr(EngineWork, "round", counted)
+        rounds = threads_of(monkeypatch, EngineWork, "round")
         with pytest.raises(Fenced):
             await memories.call(word(1))
         await asyncio.sleep(0.2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from ...engine.search.test_hybrid_search import QUERIES, turns
 from ...support.cluster.shard import ask
 from ...support.engine import NEVER, open_engine
 from .conftest import Start
+from .test_reads_beside_steps import Held
 
 SOON_S = 30.0
 SLICE = 8
@@ -208,22 +208,14 @@ def test_who_is_called_off_while_words_are_taken_in_holds_nobody_up_and_asks_no_
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = MockLLM()
-    begun, go = threading.Event(), threading.Event()
-    take_in = Ranker.prepare
-
-    def prepare(*asked: Any, **more: Any) -> int:
-        begun.set()
-        assert go.wait(SOON_S)
-        return take_in(*asked, **more)
-
-    monkeypatch.setattr(Ranker, "prepare", prepare)
+    held = Held(monkeypatch, Ranker, "prepare")
     shard = start(EngineParts(llm=lambda _: llm), **NEVER)
     token = shard.hello("client", 1).result(SOON_S).token
     shard.add(pack(turns("ann", LARGE)), CallStamp("client", token, 0, 1)).result(SOON_S)
     answer, search = shard.ask(AnswerQuery("ann", QUERIES[0])), shard.ask(SearchQuery("ann", QUERIES[0]))
-    assert begun.wait(SOON_S)
+    assert held.begun.wait(SOON_S)
     assert answer.cancel() and search.cancel()
-    go.set()
+    held.go.set()
     assert ask(shard, SearchQuery("ann", QUERIES[1])).turns
     assert not llm.calls
     assert ask(shard, AnswerQuery("ann", QUERIES[0])).text

@@ -93,18 +93,11 @@ async def test_a_tenant_that_cannot_be_read_or_built_beside_is_loaded_by_the_cal
 ) -> None:
     async with reopened(tmp_path) as memories:
         with monkeypatch.context() as failing:
-
-            def refuse(registry: TenantRegistry, *_: object) -> None:
-                raise JournalError("the disk is slow to answer")
-
-            failing.setattr(TenantRegistry, "fetch", refuse)
+            slow = Mock(side_effect=JournalError("the disk is slow to answer"))
+            failing.setattr(TenantRegistry, "fetch", slow)
             assert (await memories.call(word(3))).turns
-
-            def full(registry: TenantRegistry, *_: object) -> None:
-                raise ArenaFull("no room")
-
             failing.undo()
-            failing.setattr(TenantRegistry, "load", full)
+            failing.setattr(TenantRegistry, "load", Mock(side_effect=ArenaFull("no room")))
             (receipt,) = await memories.add(some("dee", 5))
             assert receipt.seq == 6
 

@@ -55,6 +55,16 @@ class World:
     async def ask(self, tenant: str) -> None:
         assert (await self.memories.call(word(1, tenant))).turns
 
+    async def had_much(self) -> None:
+        """Ann has had much of the shard's time for long calls, and bob is served meanwhile."""
+        self.work._long.pacing.worked("ann", MUCH_S)
+        await self.ask("bob")
+
+    def evict(self) -> None:
+        """Ann's turns are decided and she is not in memory: a call that needs her there is not quick."""
+        engine_of(self.memories).flush("ann")
+        engine_of(self.memories).tenants.evict("ann")
+
     async def rounds(self) -> None:
         """Time enough for whatever may be done."""
         for _ in range(25):
@@ -74,8 +84,7 @@ async def shard(store: Path) -> AsyncIterator[World]:
 
 async def test_long_calls_of_who_had_many_wait_while_others_are_served(tmp_path: Path) -> None:
     async with shard(tmp_path) as world:
-        world.work._long.pacing.worked("ann", MUCH_S)
-        await world.ask("bob")
+        await world.had_much()
         heavy = [world.explain("ann") for _ in range(3)]
         await world.rounds()
         assert [record["seq"] for record in await world.explain("bob")] == [0]
@@ -97,8 +106,7 @@ async def test_an_explained_search_and_a_reading_of_events_are_such_calls(
     tmp_path: Path, call: Callable[[str], ApiCall[Any]]
 ) -> None:
     async with shard(tmp_path) as world:
-        world.work._long.pacing.worked("ann", MUCH_S)
-        await world.ask("bob")
+        await world.had_much()
         heavy = asyncio.create_task(world.memories.call(call(world.memories.tenant_key("ann"))))
         await world.rounds()
         assert not heavy.done()
@@ -109,8 +117,7 @@ async def test_an_explained_search_and_a_reading_of_events_are_such_calls(
 async def test_they_wait_beside_a_call_of_theirs_that_began_and_was_put_off(tmp_path: Path) -> None:
     async with shard(tmp_path) as world:
         quick, results = [True], iter([None, None, None, 7])
-        world.work._long.pacing.worked("ann", MUCH_S)
-        await world.ask("bob")
+        await world.had_much()
         begun = world.work.ask(lambda _: next(results), wait=True, is_quick=lambda _: quick[0], tenant="ann")
         quick[0] = False
         heavy = [world.explain("ann") for _ in range(3)]
@@ -152,8 +159,7 @@ async def test_a_call_in_several_parts_is_not_interrupted(
 
         monkeypatch.setattr(beside, "_fetch", much)
         monkeypatch.setattr(engine_work, "loads_quickly", lambda _: False)  # nor on the loop
-        engine_of(world.memories).flush("ann")
-        engine_of(world.memories).tenants.evict("ann")
+        world.evict()
         await world.ask("bob")
         await world.ask("ann")
         assert world.work._long.pacing.rest_s("ann"), "the tenant was read, and then searched"
@@ -161,10 +167,8 @@ async def test_a_call_in_several_parts_is_not_interrupted(
 
 async def test_calls_with_turns_of_others_do_not_wait_for_who_rests(tmp_path: Path) -> None:
     async with shard(tmp_path) as world:
-        engine_of(world.memories).flush("ann")
-        engine_of(world.memories).tenants.evict("ann")
-        world.work._long.pacing.worked("ann", MUCH_S)
-        await world.ask("bob")
+        world.evict()
+        await world.had_much()
         heavy = world.explain("ann")
         await world.rounds()
         await world.memories.add([*some("ann", 2), *some("bob", 2)])
@@ -205,10 +209,8 @@ async def test_an_erasure_goes_before_readings_and_behind_changes() -> None:
 )
 async def test_no_change_is_overtaken_by_an_erasure(tmp_path: Path, call: ApiCall[Any]) -> None:
     async with shard(tmp_path) as world:
-        engine_of(world.memories).flush("ann")
-        engine_of(world.memories).tenants.evict("ann")  # what needs it in memory is not quick
-        world.work._long.pacing.worked("ann", MUCH_S)
-        await world.ask("bob")
+        world.evict()
+        await world.had_much()
         changed = asyncio.create_task(world.memories.call(call))
         await world.rounds()
         erased = asyncio.create_task(world.memories.call(EraseCommand("ann")))
@@ -221,8 +223,7 @@ async def test_no_change_is_overtaken_by_an_erasure(tmp_path: Path, call: ApiCal
 
 async def test_calls_that_were_cancelled_do_not_pile_up_and_their_moves_count(tmp_path: Path) -> None:
     async with shard(tmp_path) as world:
-        world.work._long.pacing.worked("ann", MUCH_S)
-        await world.ask("bob")
+        await world.had_much()
         for call in (ExplainQuery("ann"), SearchQuery("ann", "word", explain=True)) * 100:
             asked = asyncio.create_task(world.memories.call(call))
             await asyncio.sleep(0)

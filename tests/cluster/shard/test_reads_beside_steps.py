@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -60,6 +62,18 @@ class Held:
         assert await asyncio.to_thread(self.begun.wait, SOON_S)
 
 
+async def beside(memories: AsyncMemories, monkeypatch: pytest.MonkeyPatch, tenant: str, first: int) -> None:
+    """On the loop: five turns each of ann and of a tenant are stored, found and decided."""
+    monkeypatch.setattr(tail, "ROWS_PER_FLUSH", 1)  # a flush is due with each commit
+    async with asyncio.timeout(SOON_S):
+        for n in range(5):
+            await memories.add([*some("ann", n + 5), *some(tenant, n + first)])
+            assert (await memories.call(word(n + 5))).turns
+            assert (await memories.call(word(n + first, tenant))).turns
+        while engine_of(memories).lag.undecided_turns:
+            await asyncio.sleep(0.001)
+
+
 async def test_a_thread_reads_the_journal_while_the_loop_stores_decides_and_searches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,14 +84,7 @@ async def test_a_thread_reads_the_journal_while_the_loop_stores_decides_and_sear
         read = asyncio.create_task(memories.call(ExplainQuery("ann")))
         await held.wait()
         moves.clear()
-        monkeypatch.setattr(tail, "ROWS_PER_FLUSH", 1)  # a flush is due with each commit
-        async with asyncio.timeout(SOON_S):
-            for n in range(5, 10):  # of the tenant that is being read, too
-                await memories.add([*some("ann", n), *some("bob", n)])
-                assert (await memories.call(word(n))).turns
-                assert (await memories.call(word(n, "bob"))).turns
-            while engine_of(memories).lag.undecided_turns:
-                await asyncio.sleep(0.001)
+        await beside(memories, monkeypatch, "bob", 5)  # and of the tenant that is being read
         assert not read.done() and moves == [], "nothing moves to Lance while it is being read"
         held.go.set()
         assert [record["seq"] for record in await read] == [0, 1, 2, 3, 4], "what was there when it began"
@@ -99,14 +106,7 @@ async def test_the_loop_stores_decides_and_searches_beside_a_purge(
         purge: asyncio.Task[Any] = asyncio.create_task(memories.call(asks))
         await held.wait()
         moves.clear()
-        monkeypatch.setattr(tail, "ROWS_PER_FLUSH", 1)  # a flush is due with each commit
-        async with asyncio.timeout(SOON_S):
-            for n in range(5, 10):  # cy begins a new life
-                await memories.add([*some("ann", n), *some("cy", n - 5)])
-                assert (await memories.call(word(n))).turns
-                assert (await memories.call(word(n - 5, "cy"))).turns
-            while engine_of(memories).lag.undecided_turns:
-                await asyncio.sleep(0.001)
+        await beside(memories, monkeypatch, "cy", 0)  # who begins a new life
         assert not purge.done() and moves == [], "nothing moves to Lance while it is rewritten"
         held.go.set()
         ended = await purge
@@ -120,7 +120,7 @@ async def test_the_loop_stores_decides_and_searches_beside_a_purge(
 
 
 async def test_searches_do_not_wait_for_a_purge_while_turns_of_many_cold_tenants_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls_of: Callable[..., list[bool]]
 ) -> None:
     """More tenants than calls are held for, and more turns than one brief step takes."""
     cold = [f"cold {n}" for n in range(2 * MOST_HELD)]
@@ -130,14 +130,8 @@ async def test_searches_do_not_wait_for_a_purge_while_turns_of_many_cold_tenants
     async with opened(tmp_path, theta_count=1_000) as memories:
         await memories.add(some("bob", 0))
         await memories.call(EraseCommand("cy"))
-        beside: list[bool] = []
-        rewrite = LanceLog.rewrite_deleted
-
-        def noted(log: LanceLog, *args: Any) -> Any:
-            beside.append(engine_of(memories).journal.is_read_beside)
-            return rewrite(log, *args)
-
-        monkeypatch.setattr(LanceLog, "rewrite_deleted", noted)
+        journal = engine_of(memories).journal
+        rewritten = calls_of(LanceLog, "rewrite_deleted", lambda *_: journal.is_read_beside)
         held = Held(monkeypatch, LanceLog, "rewrite_deleted")
         assert (await memories.call(word(0, "bob"))).turns  # steps are brief from now on
         calls = [[turn for name in cold for turn in some(name, *range(n, n + 20))] for n in (1, 21)]
@@ -154,7 +148,7 @@ async def test_searches_do_not_wait_for_a_purge_while_turns_of_many_cold_tenants
         held.go.set()
         async with asyncio.timeout(SOON_S):
             first, certificates, second = await asyncio.gather(*work)
-        assert beside == [True] and len(certificates) == 1
+        assert rewritten == [True] and len(certificates) == 1
         for name in cold:  # calls under way together have no order
             seqs = [[receipt.seq for receipt in call if receipt.tenant == name] for call in (first, second)]
             assert sorted(seqs) == [list(range(1, 21)), list(range(21, 41))]
@@ -215,10 +209,7 @@ async def test_a_purge_after_one_that_failed_is_another_one(
     async with opened(tmp_path) as memories:
         await memories.add(some("ann", 1))
         with monkeypatch.context() as failing:
-
-            def refuse(_: ShardSupervisor) -> Engine:
-                raise JournalError("no space left on device")
-
+            refuse = Mock(side_effect=JournalError("no space left on device"))
             failing.setattr(ShardSupervisor, "open", refuse)
             with pytest.raises(JournalError, match="no space"):
                 await memories.call(PurgeCommand())
@@ -254,12 +245,8 @@ async def test_a_read_of_rows_that_cannot_be_moved_to_lance_says_why(
 ) -> None:
     async with opened(tmp_path) as memories:
         await memories.add(some("ann", 1))
-
-        def fail(*_: object) -> None:
-            raise OSError("no space left on device")
-
         with monkeypatch.context() as failing:
-            failing.setattr(LanceLog, "append", fail)
+            failing.setattr(LanceLog, "append", Mock(side_effect=OSError("no space left on device")))
             with pytest.raises(JournalError, match="no space left"):
                 await memories.call(ExplainQuery("ann"))
         records: list[Report] = await memories.call(ExplainQuery("ann"))

@@ -182,8 +182,7 @@ def test_repeated_calls_change_nothing(shard: Shard) -> None:
     assert records(shard) == before + 1
     certificate = ask(shard, EraseCommand("ann", now=True))
     repeated = ask(shard, EraseCommand("ann", now=True, again=True))
-    assert certificate is not None and repeated is not None
-    assert repeated == certificate
+    assert certificate is not None and repeated == certificate
     with pytest.raises(UnknownTenant):
         ask(shard, EraseCommand("ann"))
 
@@ -220,8 +219,7 @@ def test_erasures_that_wait_share_a_purge(
 
 def test_a_tenant_that_is_being_moved_is_erased_at_once_and_certified_later(shard: Shard) -> None:
     Sender(shard).add([turn_of("ann", 0, "words of ann")])
-    assert shard._supervisor.engine is not None
-    tenants, key = shard._supervisor.engine.tenants, shard._supervisor.open().journal.info.tenant_key("ann")
+    tenants, key = engine_of(shard).tenants, engine_of(shard).journal.info.tenant_key("ann")
     tenants.arrived[key] = Move("arrived", "elsewhere", 1)
     for again in (False, True):
         with pytest.raises(NotCertified, match="ask again"):
@@ -276,7 +274,7 @@ def test_a_flush_that_is_repeated_loads_nobody(shard: Shard, start: Start) -> No
     shard.close()
     after = start()
     assert ask(after, FlushCommand("ann", again=True))
-    assert loaded(after) == []
+    assert engine_of(after).tenants.loaded() == []
     Sender(after).add(some("ann", 2))
     assert ask(after, FlushCommand("ann", again=True)), "there is a turn behind the last one"
     assert records(after) == before + 2
@@ -284,16 +282,14 @@ def test_a_flush_that_is_repeated_loads_nobody(shard: Shard, start: Start) -> No
         ask(after, FlushCommand("bob", again=True))
 
 
-def loaded(shard: Shard) -> list[str]:
+def engine_of(shard: Shard) -> Engine:
     engine = shard._supervisor.engine
     assert engine is not None
-    return [tenant.name for tenant in engine.tenants.loaded()]
+    return engine
 
 
 def records(shard: Shard) -> int:
-    engine = shard._supervisor.engine
-    assert engine is not None
-    return engine.tenants.existing("ann").next_seq
+    return engine_of(shard).tenants.existing("ann").next_seq
 
 
 # ---- whose tenants
@@ -380,9 +376,7 @@ def test_a_shard_decides_by_its_roots_thresholds_whoever_starts_it(root: Locatio
     starter = Settings(device="cpu", encoder="hash:384", profile="assistant")
     shard = Shard(root, "s0", starter, PARTS)
     Sender(shard).add(some("ann", 0))
-    engine = shard._supervisor.engine
-    assert engine is not None
-    found = engine.tenants.existing("ann").thresholds_at(0)
+    found = engine_of(shard).tenants.existing("ann").thresholds_at(0)
     assert (found.theta_sim, found.theta_merge, found.theta_count) == tuple(THETA.values())
     shard.close()
 

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -171,11 +172,7 @@ def test_a_turn_that_cannot_be_parked_fails_its_call_and_the_shard_goes_on(
     shard = start(EngineParts(encoder=lambda _: FailingEncoder(["badger"]), llm=mock_llm))
     sender = Sender(shard)
     with monkeypatch.context() as patch:
-
-        def refuse(self: Quarantine, *_: Any) -> None:
-            raise StoreError("503")
-
-        patch.setattr(Quarantine, "park", refuse)
+        patch.setattr(Quarantine, "park", Mock(side_effect=StoreError("503")))
         with pytest.raises(StoreError, match="503"):
             sender.add([turn_of("ann", 0, "a badger")])
     assert shard.status().result(SOON_S)["state"] == "serving"
@@ -205,12 +202,8 @@ def test_an_actor_whose_shard_ends_of_itself_ends_too(
     watch.join(SOON_S)
     assert exits == []
     actor, watch = watched()
-
-    def broken(self: EngineWork) -> None:
-        raise RuntimeError("a bug")
-
     with monkeypatch.context() as patch:
-        patch.setattr(EngineWork, "_work", broken)
+        patch.setattr(EngineWork, "_work", Mock(side_effect=RuntimeError("a bug")))
         with pytest.raises(UndertowError, match="closed"):
             for _ in range(2):  # the first may be answered before the step
                 actor._shard.status().result(SOON_S)
