@@ -16,7 +16,7 @@ import pytest
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.bench.mock.server import spawn_server
 from undertow.engine.api.engine import Engine, make_llm
-from undertow.engine.base.model import Turn, UndertowError, Usage
+from undertow.engine.base.model import UndertowError, Usage
 from undertow.engine.base.queries import AnswerQuery, SearchQuery, TenantUsageQuery
 from undertow.engine.base.results import Answer, SearchResult
 from undertow.engine.cluster.in_process import InProcess
@@ -30,7 +30,7 @@ from undertow.prompts.builders import Prompt
 from undertow.serving.async_memories import AsyncMemories, open_memories
 
 from ..support.cluster.in_process import PARTS, FailingEncoder, settings
-from ..support.engine import turn_of
+from ..support.cluster.shard import some
 from ..support.llm_servers import SOON_S, scripted, server_stats
 from ..support.service.clock import Seconds
 
@@ -115,10 +115,6 @@ def test_an_answer_that_nobody_asks_for_is_forgotten() -> None:
 def server() -> Iterator[str]:
     with spawn_server(piece_ms=1) as url:
         yield url
-
-
-def some(tenant: str, *numbers: int) -> list[Turn]:
-    return [turn_of(tenant, n, f"word{n} other{n}") for n in numbers]
 
 
 @asynccontextmanager

@@ -1,6 +1,5 @@
 """OpenAILLM against real HTTP on loopback: the mock server, and servers that misbehave on purpose."""
 
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from undertow.prompts.builders import answer_prompt
 from undertow.prompts.reply_schemas import MergeReply
 
 from ..support.llm_servers import (
+    GOOD,
     client,
     completion,
     expected,
@@ -25,6 +25,7 @@ from ..support.llm_servers import (
     odd_server,
     prompts,
     results,
+    scripted,
     server_stats,
     wait_until,
 )
@@ -55,8 +56,7 @@ def test_what_is_sent() -> None:
 
     def handle(body: dict[str, Any], number: int) -> tuple[int, Any]:
         bodies.append(body)
-        reply = {"same_story": False, "narrative": ""}
-        return 200, completion(json.dumps(reply) if "response_format" in body else "An answer.")
+        return 200, GOOD if "response_format" in body else completion("An answer.")
 
     with odd_server(handle) as url, client(url, reply_tokens=99) as llm:
         llm.submit(merge(), tenant="t").result(30)
@@ -109,15 +109,9 @@ def test_a_second_bad_reply_is_an_error_not_an_empty_reply() -> None:
     ],
 )
 def test_every_kind_of_bad_reply(content: str | None, finish_reason: str, reason: str) -> None:
-    bodies: list[dict[str, Any]] = []
-
-    def handle(body: dict[str, Any], number: int) -> tuple[int, Any]:
-        bodies.append(body)
-        return 200, completion(
-            content, finish_reason, {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}
-        )
-
-    with odd_server(handle) as url, client(url) as llm:
+    used = {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}
+    whole = completion(content, finish_reason, used)
+    with scripted([{"whole": whole}]) as (url, bodies), client(url) as llm:
         error = llm.submit(merge(), tenant="t").exception(30)
     assert isinstance(error, BadReply)
     assert reason in error.reason
@@ -174,10 +168,8 @@ def test_faults_are_retried_until_the_reply_comes() -> None:
 
 @pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503])
 def test_each_transient_status_is_retried(status: int) -> None:
-    good = completion('{"same_story": false, "narrative": ""}')
-
     def handle(body: dict[str, Any], number: int) -> tuple[int, Any]:
-        return (200, good) if number else (status, {"error": {"message": "later"}})
+        return (200, GOOD) if number else (status, {"error": {"message": "later"}})
 
     with odd_server(handle) as url, client(url) as llm:
         assert llm.submit(merge(), tenant="t").result(30).usage.calls == 1
@@ -187,7 +179,7 @@ def test_a_slow_server_times_out_and_is_asked_again() -> None:
     def handle(body: dict[str, Any], number: int) -> tuple[int, Any]:
         if number == 0:
             time.sleep(0.5)
-        return 200, completion('{"same_story": false, "narrative": ""}')
+        return 200, GOOD
 
     with odd_server(handle) as url, client(url, llm_timeout_s=0.2) as llm:
         llm.submit(merge(), tenant="t").result(30)
@@ -222,7 +214,7 @@ def test_cancelling_frees_the_slot() -> None:
         if number == 0:
             arrived.set()
             stuck.wait(30)
-        return 200, completion('{"same_story": false, "narrative": ""}')
+        return 200, GOOD
 
     with odd_server(handle) as url, client(url, llm_in_flight=1) as llm:
         first, waiting, last = (llm.submit(merge(n), tenant="t") for n in range(3))
@@ -235,8 +227,7 @@ def test_cancelling_frees_the_slot() -> None:
 
 
 def test_missing_usage_is_said_once_and_not_made_up(caplog: pytest.LogCaptureFixture) -> None:
-    good = completion('{"same_story": false, "narrative": ""}')
-    with odd_server(lambda body, n: (200, good)) as url, client(url) as llm:
+    with odd_server(lambda body, n: (200, GOOD)) as url, client(url) as llm:
         done = results([llm.submit(merge(n), tenant="t") for n in range(3)])
     assert [c.usage for c in done] == [Usage(calls=1)] * 3
     assert caplog.text.count("reports no token usage") == 1

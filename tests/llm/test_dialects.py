@@ -26,16 +26,19 @@ Refusal = tuple[str, str | None] | None
 
 @contextmanager
 def answering(
-    *said: str, refusal: Callable[[dict[str, Any]], Refusal] = lambda body: None, status: int = 400
+    *said: str | dict[str, Any],
+    refusal: Callable[[dict[str, Any]], Refusal] = lambda body: None,
+    status: int = 400,
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server's URL, and the bodies that it is sent. What it says last it goes on saying."""
+    """A server's URL, and the bodies that it is sent. What it says, or replies, last it goes on with."""
     asked: list[dict[str, Any]] = []
 
     def handle(body: dict[str, Any], number: int) -> tuple[int, Any]:
         asked.append(body)
         if (refused := refusal(body)) is not None:
             return status, {"error": {"message": refused[0], "param": refused[1]}}
-        return 200, completion(said[min(number, len(said) - 1)])
+        reply = said[min(number, len(said) - 1)]
+        return 200, completion(reply) if isinstance(reply, str) else reply
 
     with odd_server(handle) as url:
         yield url, asked
@@ -238,13 +241,8 @@ def test_notes_alone_are_no_answer(said: str, reason: str, problem: str) -> None
 
 @pytest.mark.parametrize("context_tokens", [8_192, 1_024])
 def test_a_reply_that_was_cut_off_may_be_as_long_as_its_schema_allows(context_tokens: int) -> None:
-    asked: list[dict[str, Any]] = []
-
-    def handle(body: dict[str, Any], number: int) -> tuple[int, Any]:
-        asked.append(body)
-        return 200, completion(CONTENT, "stop" if number else "length")
-
-    with odd_server(handle) as url, client(url, reply_tokens=99, context_tokens=context_tokens) as llm:
+    bounds = {"reply_tokens": 99, "context_tokens": context_tokens}
+    with answering(completion(CONTENT, "length"), CONTENT) as (url, asked), client(url, **bounds) as llm:
         assert outcomes(llm, 0) == [2]
     room = context_tokens - size_tokens(asked[1]["messages"])
     most = min(room, 99 + MergeReply.most_tokens())
@@ -253,15 +251,11 @@ def test_a_reply_that_was_cut_off_may_be_as_long_as_its_schema_allows(context_to
 
 
 def test_a_server_without_a_penalty_for_repetition_is_asked_without() -> None:
-    asked: list[dict[str, Any]] = []
+    def refusal(body: dict[str, Any]) -> Refusal:
+        return ("frequency_penalty is not supported", None) if "frequency_penalty" in body else None
 
-    def handle(body: dict[str, Any], number: int) -> tuple[int, Any]:
-        asked.append(body)
-        if "frequency_penalty" in body:
-            return 400, {"error": {"message": "frequency_penalty is not supported"}}
-        return 200, completion(CONTENT, "length" if number == 0 else "stop")
-
-    with odd_server(handle) as url, client(url) as llm:
+    cut_off = completion(CONTENT, "length")
+    with answering(cut_off, CONTENT, refusal=refusal) as (url, asked), client(url) as llm:
         assert outcomes(llm, 0) == [2]
     assert ["frequency_penalty" in body for body in asked] == [False, True, False]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -21,27 +20,15 @@ from undertow.bench.quality.systems.registry import SYSTEMS
 from undertow.bench.quality.systems.telling import Telling
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.model import InputError, UndertowError
-from undertow.engine.encoders.base import Float16
 from undertow.engine.encoders.hashing import HashingEncoder
 
 from ...support.cli import Ran, run
+from ...support.cluster.in_process import FailingEncoder
 from ...support.eval import conversation, haystack, lines_of, means, only, question, said, talk, written
 
 
 def evaluated(path: Path, out: Path, *options: str, benchmark: str = "locomo") -> Ran:
     return run("eval", benchmark, "--data", path, "--evidence-only", "--out", out, "--json", *options)
-
-
-class Counting(HashingEncoder):
-    """Remembers what it was asked."""
-
-    def __init__(self) -> None:
-        super().__init__(64)
-        self.asked: list[str] = []
-
-    def encode(self, texts: Sequence[str]) -> Float16:
-        self.asked += texts
-        return super().encode(texts)
 
 
 def figures(at_5: float, at_10: float, at_20: float, reciprocal_rank: float) -> Score:
@@ -137,7 +124,7 @@ def test_runs_are_alike_and_kept_vectors_change_nothing(tmp_path: Path) -> None:
 
 
 def test_kept_vectors_ask_the_encoder_once(tmp_path: Path) -> None:
-    encoder = Counting()
+    encoder = FailingEncoder([], dim=64)  # it does not, and tells what it was asked
     file = tmp_path / "kept.npz"
     kept = KeptVectors(encoder, file)
     expected = HashingEncoder(64).encode(["a", "b", "a"])
@@ -146,7 +133,7 @@ def test_kept_vectors_ask_the_encoder_once(tmp_path: Path) -> None:
     again = KeptVectors(encoder, file)
     assert np.array_equal(again.encode(["a", "b", "a"]), expected)
     assert again.encode([]).shape == (0, 64)
-    assert encoder.asked == ["a", "b"]
+    assert encoder.asked == [["a", "b"]]
     file.write_text("something else")
     with pytest.raises(UndertowError, match="no file of kept vectors"):
         KeptVectors(encoder, file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -192,10 +193,7 @@ def test_a_client_that_fails_fails_all_its_batches() -> None:
     shard = FakeShard()
 
     async def work(sent: Sent) -> None:
-        def broken() -> None:
-            raise RuntimeError("a bug")
-
-        sent.shard_client._regroup = broken  # type: ignore[assignment]
+        sent.shard_client._regroup = Mock(side_effect=RuntimeError("a bug"))  # type: ignore[method-assign]
         shard.broken = StoreError("disk full")
         calls = [put(sent, f"a{n}") for n in range(8)]
         failed = await asyncio.gather(*calls, return_exceptions=True)

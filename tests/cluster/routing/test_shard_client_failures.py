@@ -45,14 +45,8 @@ def test_the_turn_that_kills_is_found_among_others_and_parked(place: int) -> Non
 
 
 def test_a_shard_that_dies_without_a_turn_too_has_the_turn_acquitted() -> None:
-    shard = FakeShard(dies_idle=1)
-    left = [4]
-
-    def four_times(texts: list[str]) -> bool:
-        left[0] -= 1
-        return left[0] >= 0
-
-    shard.kill_when = four_times
+    shard, four_times = FakeShard(dies_idle=1), iter([True] * 4)
+    shard.kill_when = lambda _: next(four_times, False)
 
     async def work(sent: Sent) -> None:
         assert await put(sent, "innocent") == ["stored"]
@@ -150,12 +144,10 @@ def test_losses_that_are_no_deaths_blame_no_turn() -> None:
 
 
 def test_a_process_that_says_why_it_ends_blames_no_turn() -> None:
-    shard = FakeShard()
-    left = [3 * shard_clients.DEATHS]
+    shard, ends = FakeShard(), iter([True] * 3 * shard_clients.DEATHS)
 
     def leave(texts: list[str]) -> bool:
-        if left[0]:
-            left[0] -= 1
+        if next(ends, False):
             with pytest.raises(ShardGone):
                 shard.die()
             raise ShardExited("fenced")

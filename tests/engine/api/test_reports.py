@@ -10,7 +10,6 @@ from unittest.mock import patch
 import numpy as np
 import orjson
 import pytest
-from numpy.typing import NDArray
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
@@ -20,6 +19,7 @@ from undertow.engine.api.views.reports import Reports
 from undertow.engine.api.views.stats import store_stats, store_usage, tenant_stats
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
+from undertow.engine.encoders.base import Float16
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.estimate.calibrate import PairCosines
 from undertow.engine.storage.journal import Journal
@@ -203,21 +203,19 @@ def test_an_ingest_cut_short_anywhere_resumes_to_the_same_store(
         assert pieces.memories("ada", kind, every=True) == whole.memories("ada", kind, every=True)
 
 
-class FailingEncoder:
+class FailingEncoder(HashingEncoder):
     """An encoder of other vectors that gives up after some calls."""
 
     def __init__(self, calls: int) -> None:
-        self._inner = HashingEncoder(64)
-        self._left = calls
-        self.dim, self.fingerprint = self._inner.dim, self._inner.fingerprint
-        self.texts = 0
+        super().__init__(64)
+        self._left, self.texts = calls, 0
 
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float16]:
+    def encode(self, texts: Sequence[str]) -> Float16:
         if self._left == 0:
             raise OSError("the machine went down")
         self._left -= 1
         self.texts += len(texts)
-        return self._inner.encode(texts)
+        return super().encode(texts)
 
 
 def test_a_reindex_cut_short_leaves_the_store_and_goes_on_later(

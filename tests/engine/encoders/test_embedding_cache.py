@@ -12,19 +12,14 @@ from undertow.engine.encoders.base import DeviceEncoder, Encoded, Encoder, Float
 from undertow.engine.encoders.embedding_cache import EmbeddingCache
 from undertow.engine.encoders.hashing import HashingEncoder
 
+from ...support.cluster.in_process import FailingEncoder
 
-class _Counting:
-    """An encoder that notes which texts it was asked for."""
+
+class _Counting(FailingEncoder):
+    """An encoder that notes which texts it was asked for, and does not fail."""
 
     def __init__(self) -> None:
-        self._inner = HashingEncoder(32)
-        self.asked: list[list[str]] = []
-        self.dim = self._inner.dim
-        self.fingerprint = self._inner.fingerprint
-
-    def encode(self, texts: Sequence[str]) -> Float16:
-        self.asked.append(list(texts))
-        return self._inner.encode(texts)
+        super().__init__([], dim=32)
 
 
 def test_cache_encodes_a_tenants_text_once_and_shares_nothing() -> None:

@@ -207,28 +207,6 @@ def test_a_spent_budget_degrades_one_tenant_to_search_only_and_says_so(tmp_path:
     assert_same(Run(run.decisions, run.versions, expected.prompts), expected)
 
 
-class SecondRefused(RecordingLLM):
-    """Answers one prompt and refuses the next."""
-
-    def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
-        if not self.prompts[tenant]:
-            return super().submit(prompt, tenant=tenant)
-        refused: Future[Completion] = Future()
-        refused.set_exception(ServerRefused("no such model"))
-        return refused
-
-
-def test_tokens_of_a_job_that_could_not_be_finished_count(tmp_path: Path) -> None:
-    with open_engine(tmp_path, SecondRefused(MockReplies()), **ALONE, calls="paper") as engine:
-        engine.add_batch(turns_of("ann", 1))
-        assert not engine.drain()
-        assert "no such model" in engine.scheduler.blocked["ann"]
-        spent = engine.tenants.get("ann").meter
-    assert [usage.calls for usage in spent.values()] == [1]
-    with open_engine(tmp_path, **ALONE) as engine:
-        assert engine.tenants.get("ann").meter == spent
-
-
 class Refusing(RecordingLLM):
     """Refuses the prompts of `refuses`, None: of all, as a server does whose key or model is wrong."""
 
@@ -242,6 +220,25 @@ class Refusing(RecordingLLM):
         reply: Future[Completion] = Future()
         reply.set_exception(ServerRefused("no such model"))
         return reply
+
+
+class SecondRefused(Refusing):
+    """Answers one prompt and refuses the next."""
+
+    def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
+        self.refuses = (tenant,) if self.prompts[tenant] else ()
+        return super().submit(prompt, tenant=tenant)
+
+
+def test_tokens_of_a_job_that_could_not_be_finished_count(tmp_path: Path) -> None:
+    with open_engine(tmp_path, SecondRefused(MockReplies()), **ALONE, calls="paper") as engine:
+        engine.add_batch(turns_of("ann", 1))
+        assert not engine.drain()
+        assert "no such model" in engine.scheduler.blocked["ann"]
+        spent = engine.tenants.get("ann").meter
+    assert [usage.calls for usage in spent.values()] == [1]
+    with open_engine(tmp_path, **ALONE) as engine:
+        assert engine.tenants.get("ann").meter == spent
 
 
 def test_refused_tenants_try_again_one_by_one_and_all_go_on_once_the_server_answers(

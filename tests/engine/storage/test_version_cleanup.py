@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,25 +103,18 @@ def test_a_removal_is_due_a_few_times_a_grace(
 
 
 def test_a_purge_and_closing_wait_for_the_removal(
-    journal: Journal, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    journal: Journal, gate: Gate, calls_of: Callable[..., list[None]]
 ) -> None:
     early = threading.Event()
-    rewrite = LanceLog.rewrite_deleted
-
-    def rewrite_deleted(table: LanceLog) -> None:
-        early.set()
-        rewrite(table)
-
     append(journal, 2)
     assert gate.begun.acquire(timeout=SOON_S)
-    with monkeypatch.context() as patch:
-        patch.setattr(LanceLog, "rewrite_deleted", rewrite_deleted)
-        purging = threading.Thread(target=journal.purge)
-        purging.start()
-        assert not early.wait(0.5)  # long enough to catch one that does not wait
-        gate.go.set()
-        purging.join()
-        assert early.is_set() and gate.ended == 1
+    calls_of(LanceLog, "rewrite_deleted", lambda _: early.set())
+    purging = threading.Thread(target=journal.purge)
+    purging.start()
+    assert not early.wait(0.5)  # long enough to catch one that does not wait
+    gate.go.set()
+    purging.join()
+    assert early.is_set() and gate.ended == 1
     gate.go.clear()
     append(journal, 2)
     assert gate.begun.acquire(timeout=SOON_S)
