@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-from asyncio import run
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager
@@ -33,6 +32,8 @@ from ..support.cluster.in_process import PARTS, FailingEncoder, settings
 from ..support.cluster.shard import some
 from ..support.llm_servers import SOON_S, scripted, server_stats
 from ..support.service.clock import Seconds
+
+pytestmark = pytest.mark.anyio
 
 # ---- the client
 
@@ -137,12 +138,9 @@ async def heard(memories: AsyncMemories, asked: str = "What of word3?") -> tuple
     return [piece for piece in pieces if isinstance(piece, str)], last
 
 
-def test_the_pieces_and_the_answer_are_those_of_the_engine(tmp_path: Path, server: str) -> None:
-    async def work() -> tuple[list[str], Answer]:
-        async with served(tmp_path / "store", server) as memories:
-            return await heard(memories)
-
-    pieces, told = run(work())
+async def test_the_pieces_and_the_answer_are_those_of_the_engine(tmp_path: Path, server: str) -> None:
+    async with served(tmp_path / "store", server) as memories:
+        pieces, told = await heard(memories)
     of_server = settings(llm_url=server)
     with Engine(tmp_path / "store", of_server, PARTS.encoder(of_server), llm=make_llm(of_server)) as engine:
         spent = engine.tenants.existing("ann").meter["answer"]
@@ -153,20 +151,17 @@ def test_the_pieces_and_the_answer_are_those_of_the_engine(tmp_path: Path, serve
     assert len(pieces) > 1
 
 
-def test_many_answers_side_by_side_do_not_mix(tmp_path: Path, server: str) -> None:
-    async def work() -> None:
-        async with served(tmp_path / "store", server) as memories:
-            questions = [f"What of word{n}?" for n in range(20)]
-            told = await asyncio.gather(*(heard(memories, asked) for asked in questions))
-            for asked, (pieces, answer) in zip(questions, told, strict=True):
-                whole = await memories.call(AnswerQuery("ann", asked))
-                assert "".join(pieces) == answer.text == whole.text
-
-    run(work())
+async def test_many_answers_side_by_side_do_not_mix(tmp_path: Path, server: str) -> None:
+    async with served(tmp_path / "store", server) as memories:
+        questions = [f"What of word{n}?" for n in range(20)]
+        told = await asyncio.gather(*(heard(memories, asked) for asked in questions))
+        for asked, (pieces, answer) in zip(questions, told, strict=True):
+            whole = await memories.call(AnswerQuery("ann", asked))
+            assert "".join(pieces) == answer.text == whole.text
 
 
 @pytest.mark.parametrize("way", ["closed", "cancelled", "before the first piece"])
-def test_who_leaves_ends_the_request_at_the_server(tmp_path: Path, way: str) -> None:
+async def test_who_leaves_ends_the_request_at_the_server(tmp_path: Path, way: str) -> None:
     async def leave(memories: AsyncMemories, url: str) -> None:
         async with aclosing(memories.answer_stream(AnswerQuery("ann", "What of word3?"))) as pieces:
             if way == "before the first piece":
@@ -183,36 +178,30 @@ def test_who_leaves_ends_the_request_at_the_server(tmp_path: Path, way: str) -> 
                 assert task is not None
                 task.cancel()
 
-    async def work() -> None:
-        slow = {"latency_ms": 0.0, "piece_ms": 500.0 if way == "before the first piece" else 100.0}
-        with spawn_server(**slow) as url:
-            async with served(tmp_path / "store", url) as memories:
-                left = asyncio.create_task(leave(memories, url))
-                await asyncio.wait([left])
-                assert left.cancelled() == (way == "cancelled")
-                await until(lambda: server_stats(url)["faults"] == {"client left": 1})
-                states = await memories.status()
-                assert [state["state"] for state in states.values()] == ["serving"]
-
-    run(work())
+    slow = {"latency_ms": 0.0, "piece_ms": 500.0 if way == "before the first piece" else 100.0}
+    with spawn_server(**slow) as url:
+        async with served(tmp_path / "store", url) as memories:
+            left = asyncio.create_task(leave(memories, url))
+            await asyncio.wait([left])
+            assert left.cancelled() == (way == "cancelled")
+            await until(lambda: server_stats(url)["faults"] == {"client left": 1})
+            states = await memories.status()
+            assert [state["state"] for state in states.values()] == ["serving"]
 
 
-def test_errors_come_where_the_pieces_end(tmp_path: Path) -> None:
-    async def work() -> None:
-        with scripted(["Answer: Ann sails", None]) as (url, _):
-            async with served(tmp_path / "store", url) as memories:
-                pieces: list[str | Answer] = []
-                with pytest.raises(BrokenOff):
-                    async for piece in memories.answer_stream(AnswerQuery("ann", "Where?")):
-                        pieces.append(piece)
-                assert pieces == ["Ann sails"]
-                assert (await memories.call(TenantUsageQuery("ann")))["answer"]["calls"] == 1
-                with pytest.raises(UnknownTenant):
-                    await anext(memories.answer_stream(AnswerQuery("nobody", "Where?")))
-                with pytest.raises(ValueError, match="empty"):
-                    await anext(memories.answer_stream(AnswerQuery("ann", " ")))
-
-    run(work())
+async def test_errors_come_where_the_pieces_end(tmp_path: Path) -> None:
+    with scripted(["Answer: Ann sails", None]) as (url, _):
+        async with served(tmp_path / "store", url) as memories:
+            pieces: list[str | Answer] = []
+            with pytest.raises(BrokenOff):
+                async for piece in memories.answer_stream(AnswerQuery("ann", "Where?")):
+                    pieces.append(piece)
+            assert pieces == ["Ann sails"]
+            assert (await memories.call(TenantUsageQuery("ann")))["answer"]["calls"] == 1
+            with pytest.raises(UnknownTenant):
+                await anext(memories.answer_stream(AnswerQuery("nobody", "Where?")))
+            with pytest.raises(ValueError, match="empty"):
+                await anext(memories.answer_stream(AnswerQuery("ann", " ")))
 
 
 class Breaking(MockLLM):
@@ -230,51 +219,46 @@ class Breaking(MockLLM):
 
 
 @pytest.mark.parametrize("said", ["", "Ann"])
-def test_a_shard_that_is_opened_anew_asks_again_unless_it_has_begun(tmp_path: Path, said: str) -> None:
+async def test_a_shard_that_is_opened_anew_asks_again_unless_it_has_begun(tmp_path: Path, said: str) -> None:
     breaking = Breaking(said)
     clients = iter([breaking, MockLLM(MockReplies())])
     encoder = FailingEncoder(["badger"])
     parts = EngineParts(lambda _: encoder, lambda _: next(clients))
 
-    async def work() -> None:
-        router = await asyncio.to_thread(InProcess, tmp_path / "store", settings(), parts)
-        async with AsyncMemories(router) as memories:
-            await memories.add(some("ann", 1))
-            telling = asyncio.create_task(heard(memories))
-            assert await asyncio.to_thread(breaking.asked.wait, SOON_S)
-            with pytest.raises(RuntimeError, match="badger"):  # that costs the shard its engine
-                await memories.call(SearchQuery("ann", "the badger"))
-            if said:
-                with pytest.raises(BrokenOff, match="opened anew"):
-                    await telling
-            else:
-                assert (await telling)[1].text
-
-    run(work())
+    router = await asyncio.to_thread(InProcess, tmp_path / "store", settings(), parts)
+    async with AsyncMemories(router) as memories:
+        await memories.add(some("ann", 1))
+        telling = asyncio.create_task(heard(memories))
+        assert await asyncio.to_thread(breaking.asked.wait, SOON_S)
+        with pytest.raises(RuntimeError, match="badger"):  # that costs the shard its engine
+            await memories.call(SearchQuery("ann", "the badger"))
+        if said:
+            with pytest.raises(BrokenOff, match="opened anew"):
+                await telling
+        else:
+            assert (await telling)[1].text
 
 
-def test_closing_tells_who_listens(tmp_path: Path) -> None:
-    async def work() -> None:
-        breaking = Breaking("Ann")
-        router = await asyncio.to_thread(
-            InProcess, tmp_path / "store", settings(), EngineParts(PARTS.encoder, lambda _: breaking)
-        )
-        async with AsyncMemories(router) as memories:
-            await memories.add(some("ann", 1))
-            telling = asyncio.create_task(heard(memories))
-            assert await asyncio.to_thread(breaking.asked.wait, SOON_S)
-        with pytest.raises(UndertowError, match="closed"):
-            await telling
-
-    run(work())
+async def test_closing_tells_who_listens(tmp_path: Path) -> None:
+    breaking = Breaking("Ann")
+    router = await asyncio.to_thread(
+        InProcess, tmp_path / "store", settings(), EngineParts(PARTS.encoder, lambda _: breaking)
+    )
+    async with AsyncMemories(router) as memories:
+        await memories.add(some("ann", 1))
+        telling = asyncio.create_task(heard(memories))
+        assert await asyncio.to_thread(breaking.asked.wait, SOON_S)
+    with pytest.raises(UndertowError, match="closed"):
+        await telling
 
 
-def test_over_ray_it_is_the_same(ray_address: str, tmp_path: Path) -> None:
+async def test_over_ray_it_is_the_same(ray_address: str, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     from undertow.engine.cluster.ray.cluster import Cluster
     from undertow.engine.storage.location import Location
 
-    async def work(server: str) -> None:
+    # slowly, so that the caller leaves before the answer's end
+    with spawn_server(piece_ms=40) as server:
         small = ClusterSettings(num_cpus=0.5, threads=1, patience_s=SOON_S)
         root, of_server = Location.of(tmp_path / "root"), settings(llm_url=server)
         cluster = await asyncio.to_thread(Cluster.open, root, of_server, shards=1, resources=small)
@@ -288,10 +272,6 @@ def test_over_ray_it_is_the_same(ray_address: str, tmp_path: Path) -> None:
             async with aclosing(memories.answer_stream(AnswerQuery("ann", "What of word4?"))) as left:
                 await anext(left)
             await until(lambda: server_stats(server)["faults"].get("client left", 0) == gone + 1)
-
-    # slowly, so that the caller leaves before the answer's end
-    with spawn_server(piece_ms=40) as server:
-        run(work(server))
 
 
 def test_what_an_erased_tenant_was_told_is_forgotten() -> None:

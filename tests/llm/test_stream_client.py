@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any
 
 import pytest
 
@@ -107,17 +106,13 @@ def test_another_server_is_tried_before_the_first_piece_and_none_after() -> None
 def test_a_half_reply_is_never_called_whole(trouble: Sequence[Act]) -> None:
     outcomes: list[str] = []
     with scripted(["Ann sails", *trouble]) as (url, asked):
-        with OpenAILLM(client_settings(url), on_call=lambda *call: outcomes.append(call[-1])) as llm:
+        with OpenAILLM(settings(llm_url=url), on_call=lambda *call: outcomes.append(call[-1])) as llm:
             pieces, told = told_by(llm, question())
             with pytest.raises(BrokenOff):
                 told.result(SOON_S)
             assert pieces == ["Ann sails"]
         assert len(asked) == 1
         assert outcomes == ["broken"]
-
-
-def client_settings(url: str) -> Any:
-    return settings(llm_url=url)
 
 
 def test_a_reply_that_was_cut_off_at_the_limit_is_a_bad_one_and_not_repaired() -> None:

@@ -41,21 +41,26 @@ def taken(view: View, seq: int, *replies: Any, budget: PromptBudget = ROOMY) -> 
     return done
 
 
+def begun() -> View:
+    """A view with one note."""
+    view = View({})
+    taken(view, 0, about())
+    return view
+
+
 def notes(view: View) -> list[Memory]:
     return view.current("fact")
 
 
 def test_a_note_is_the_message_with_what_the_llm_says_about_it() -> None:
-    view = View({})
-    taken(view, 0, about())
+    view = begun()
     (note,) = notes(view)
     assert note.text == "Ann: boat number0\nKeywords: boat trip\nTags: leisure\nContext: Ann speaks"
     assert (note.source_messages, note.links) == (((0, 0),), ())
 
 
 def test_links_and_evolution_come_of_one_reply() -> None:
-    view = View({})
-    taken(view, 0, about())
+    view = begun()
     done = taken(view, 1, about(), connected([1], [evolution(1), evolution(1, "again"), evolution(7)]))
     first, second = notes(view)
     assert [p.operation for p in done.prompts] == ["annotate", "connect"]
@@ -75,15 +80,13 @@ def test_the_context_of_a_note_beside_it_is_no_evolution() -> None:
 
 
 def test_a_number_of_no_note_links_nothing() -> None:
-    view = View({})
-    taken(view, 0, about())
+    view = begun()
     taken(view, 1, about(), connected([1, 9]))
     assert notes(view)[1].links == ()
 
 
 def test_an_evolved_note_is_shown_as_its_message_and_rests_on_its_neighbours_alone() -> None:
-    view = View({})
-    taken(view, 0, about())
+    view = begun()
     for seq in range(1, 9):
         done = taken(view, seq, about(), connected([], [evolution(1, f"{LATER} {seq}")]))
         assert LATER not in done.prompts[1].user
@@ -92,8 +95,7 @@ def test_an_evolved_note_is_shown_as_its_message_and_rests_on_its_neighbours_alo
 
 
 def test_a_users_words_do_not_evolve() -> None:
-    view = View({})
-    taken(view, 0, about())
+    view = begun()
     view.memories = [rewording(notes(view)[0], "Ann owns a boat", 1)]
     done = taken(view, 2, about(), connected([1], [evolution(1)]))
     mine, newer = notes(view)
@@ -102,15 +104,13 @@ def test_a_users_words_do_not_evolve() -> None:
 
 
 def test_neighbours_without_room_are_left_out() -> None:
-    view = View({})
-    taken(view, 0, about())
+    view = begun()
     view.memories = [replace(notes(view)[0], text="boat " * 5_000)]
     assert [p.operation for p in taken(view, 1, about()).prompts] == ["annotate"]
 
 
 def test_a_deleted_turn_has_notes_made_again_that_evolved_in_its_sight() -> None:
-    view = View({})
-    taken(view, 0, about())
+    view = begun()
     taken(view, 1, about(), connected([1], [evolution(1)]))
     taken(view, 2, about(), connected([1, 2]))
     linked = set(notes(view)[2].links)
@@ -125,8 +125,7 @@ def test_a_deleted_turn_has_notes_made_again_that_evolved_in_its_sight() -> None
 
 
 def test_where_that_fails_they_go_and_a_replay_makes_them_once() -> None:
-    view = View({})
-    taken(view, 0, about())
+    view = begun()
     taken(view, 1, about(), connected([], [evolution(1)]))
     del view.turns[1]
     view.record = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,7 @@ def test_kills_at_random_moments_lose_and_double_nothing(brokers: MockKafka, tmp
             tmp_path / f"killed-{n}", *command, UNDERTOW_BATCH_TURNS="8", UNDERTOW_DURABILITY="fsync"
         )
 
-    def send(part: Sequence[Any]) -> None:
-        brokers.add(topic, part)
-
-    assert kill_at_random(send, begin, store, lines, kills=3, seed=2) >= 1
+    assert kill_at_random(partial(brokers.add, topic), begin, store, lines, kills=3, seed=2) >= 1
     assert consumed(brokers, topic, store).code == 0
     assert sum(brokers.committed(topic, "g").values()) == len(lines)
     assert stored(store) == ingested(tmp_path, lines)
