@@ -218,22 +218,13 @@ async def test_a_call_does_not_wait_for_the_tenants_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with reopened(tmp_path) as memories:
-        fetch = TenantRegistry.fetch
-        begun, go = threading.Event(), threading.Event()
-
-        def holds_dee(registry: TenantRegistry, name: str) -> Any:
-            if name == "dee":
-                begun.set()
-                assert go.wait(SOON_S)
-            return fetch(registry, name)
-
-        monkeypatch.setattr(TenantRegistry, "fetch", holds_dee)
+        held = Held(monkeypatch, TenantRegistry, "fetch", tenant="dee")
         adds = [asyncio.create_task(memories.add(some(name, 5))) for name in COLD]
-        assert await asyncio.to_thread(begun.wait, SOON_S)
+        await held.wait()
         async with asyncio.timeout(SOON_S):
             assert (await adds[0])[0].seq == 6
         assert not adds[1].done()
-        go.set()
+        held.go.set()
         assert (await adds[1])[0].seq == 6
 
 

@@ -45,15 +45,18 @@ pytestmark = pytest.mark.anyio
 
 
 class Held:
-    """Holds calls of a method, once they have begun: by default reads of the journal for explanations."""
+    """Holds calls of a method, of one tenant or all, once they have begun; by default explanations'."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type = Reports, name: str = "explain") -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, kind: type = Reports, name: str = "explain", tenant: str = ""
+    ) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
         method = getattr(kind, name)
 
         def held(owner: Any, *args: Any, **more: Any) -> Any:
-            self.begun.set()
-            assert self.go.wait(SOON_S)
+            if tenant in ("", *args):
+                self.begun.set()
+                assert self.go.wait(SOON_S)
             return method(owner, *args, **more)
 
         monkeypatch.setattr(kind, name, held)
