@@ -184,33 +184,44 @@ def test_neighbours_and_stretches_by_hand() -> None:
     assert little == pytest.approx([0.44, 0.0, 0.0, 0.0, 0.0, 0.02]), "at most as much as it has itself"
 
 
+def plain_context(own: Sequence[float], sessions: Sequence[object]) -> tuple[list[float], list[list[int]]]:
+    """In plain Python: shares in the context of their sessions, and the neighbours of each row."""
+    shares, beside = [*own], [list[int]() for _ in own]
+    for session in {*sessions}:
+        rows = [n for n, of in enumerate(sessions) if of == session]
+        for at, n in enumerate(rows):
+            beside[n] = rows[max(0, at - 1) : at] + rows[at + 1 : at + 2]
+            for other in beside[n]:
+                shares[n] += NEIGHBOUR_SHARE * own[other]
+        for start in range(0, len(rows), STRETCH_TURNS):
+            stretch = rows[start : start + STRETCH_TURNS]
+            most = max(shares[n] for n in stretch)
+            for n in stretch:
+                shares[n] += min(shares[n], STRETCH_SHARE * most)
+    return shares, beside
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_the_compiled_context_is_that_of_numpy_to_the_last_bit(seed: int) -> None:
+def test_the_compiled_context_is_that_of_plain_python_to_the_last_bit(seed: int) -> None:
     rng = np.random.default_rng(seed)
     session = rng.integers(-1, 4, 200).astype(np.int32)
+    there = np.flatnonzero(session >= 0)
+    own = np.zeros(200)
+    own[there] = np.where(rng.random(len(there)) < 0.3, rng.random(len(there)), 0.0)
+    shares, beside = plain_context(own[there].tolist(), session[there].tolist())
     where = places(session)
-    of_sessions = [np.flatnonzero(session == number) for number in range(4)]
-    before = np.concatenate([rows[:-1] for rows in of_sessions])
-    after = np.concatenate([rows[1:] for rows in of_sessions])
-    beside = np.full((200, 2), -1)
-    beside[after, 0], beside[before, 1] = before, after
-    assert where.beside.tolist() == beside.tolist()
-    for rows in of_sessions:
-        stretches = where.stretch[rows].tolist()
-        assert [stretches.index(n) for n in stretches] == [n - n % STRETCH_TURNS for n in range(len(rows))]
-    assert len(set(where.stretch[session >= 0])) == sum(
-        -(-len(rows) // STRETCH_TURNS) for rows in of_sessions
-    )
-    there = session >= 0
-    own = np.where(there & (rng.random(200) < 0.3), rng.random(200), 0.0)
-    shares = own.copy()
-    shares[after] += NEIGHBOUR_SHARE * own[before]
-    shares[before] += NEIGHBOUR_SHARE * own[after]
-    said = np.flatnonzero(shares)
-    most = np.zeros(200)
-    np.maximum.at(most, where.stretch[said], shares[said])
-    shares[said] += np.minimum(shares[said], STRETCH_SHARE * most[where.stretch[said]])
-    assert in_context(own, where).tolist() == shares.tolist()
+    found = in_context(own, where)
+    assert found[there].tolist() == shares and not found[session < 0].any()
+    assert [[r for r in rows if r >= 0] for rows in where.beside[there].tolist()] == [
+        there[rows].tolist() for rows in beside
+    ]
+    assert (where.beside[session < 0] == -1).all()
+    for number in range(4):
+        stretches = where.stretch[session == number].tolist()
+        assert [stretches.index(n) for n in stretches] == [
+            n - n % STRETCH_TURNS for n in range(len(stretches))
+        ]
+    assert len(set(where.stretch[there])) == sum(-(-np.sum(session == n) // STRETCH_TURNS) for n in range(4))
 
 
 def test_a_session_without_end_has_stretches() -> None:
@@ -245,14 +256,6 @@ def test_a_turn_without_a_word_of_the_query_keeps_its_cosine(tmp_path: Path) -> 
             scores[search] = {hit.source_seqs[0]: hit.score for hit in hits(engine, "ann", "boats, harbour")}
     assert scores["hybrid"][3] == scores["dense"][3]
     assert scores["hybrid"][1] > scores["dense"][1], "a neighbour"
-
-
-@pytest.mark.parametrize("k", [1, 3, 10])
-def test_fewer_results_are_the_first_of_more(tmp_path: Path, k: int) -> None:
-    with open_engine(tmp_path / "store", **NEVER) as engine:
-        engine.add_batch(turns("ann", 300))
-        for query in QUERIES:
-            assert hits(engine, "ann", query, k) == hits(engine, "ann", query, 60)[:k]
 
 
 def test_a_word_is_found_by_a_related_one_behind_the_word_itself(tmp_path: Path) -> None:
