@@ -93,7 +93,7 @@ def by_columns(
 ) -> list[float]:
     """The same arithmetic in the same order in NumPy: the oracle of every bit."""
     out, most = np.zeros(rows), 0.0
-    mean = len(texts) / max(1, sum(map(len, texts.values())))
+    per_length = len(texts) / max(1, sum(map(len, texts.values())))
     for term in dict.fromkeys(query):
         best, weight = np.zeros(rows), 0.0
         for other, share in ((term, 1.0), *(known or {}).get(term, ())):
@@ -106,7 +106,7 @@ def by_columns(
                 weight = rarity
             score = np.zeros(rows)
             score[owners] = (
-                share * min(weight, rarity) * (counts / (counts + K1 * (1 - B + B * lengths * mean)))
+                share * min(weight, rarity) * (counts / (counts + K1 * (1 - B + B * lengths * per_length)))
             )
             out += np.maximum(score - best, 0.0)
             best = np.maximum(score, best)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -149,15 +150,6 @@ def test_no_tenant_weighs_in_anothers_scores(tmp_path: Path) -> None:
         assert found(engine, "ann") == alone
 
 
-def test_filters_come_before_the_ranking_by_words(tmp_path: Path) -> None:
-    days = [f"2026-03-{1 + n % 20:02d}" for n in range(200)]
-    said = [turn_of("ann", n, f"varnish {n}", timestamp=day) for n, day in enumerate(days)]
-    with open_engine(tmp_path / "store", **NEVER) as engine:
-        engine.add_batch(said)
-        passing = engine.search("ann", "varnish", k_sub=5, since="2026-03-07", until="2026-03-07").turns
-    assert [hit.timestamp for hit in passing] == ["2026-03-07"] * 5
-
-
 def test_a_memory_gains_nothing_by_repeating_itself() -> None:
     once, thrice = (
         Memory(text, "episode", "ann", text, 1, 0, 0, 0, (0,)) for text in ("boat", "boat boat boat")
@@ -185,14 +177,15 @@ def test_neighbours_and_stretches_by_hand() -> None:
 
 
 def plain_context(own: Sequence[float], sessions: Sequence[object]) -> tuple[list[float], list[list[int]]]:
-    """In plain Python: shares in the context of their sessions, and the neighbours of each row."""
-    shares, beside = [*own], [list[int]() for _ in own]
+    """In plain Python: shares in the context of their sessions; the row before and after each, or -1."""
+    shares, beside = [*own], [[-1, -1] for _ in own]
     for session in {*sessions}:
         rows = [n for n, of in enumerate(sessions) if of == session]
-        for at, n in enumerate(rows):
-            beside[n] = rows[max(0, at - 1) : at] + rows[at + 1 : at + 2]
+        for before, after in pairwise(rows):
+            beside[before][1], beside[after][0] = after, before
+        for n in rows:
             for other in beside[n]:
-                shares[n] += NEIGHBOUR_SHARE * own[other]
+                shares[n] += NEIGHBOUR_SHARE * own[other] if other >= 0 else 0.0
         for start in range(0, len(rows), STRETCH_TURNS):
             stretch = rows[start : start + STRETCH_TURNS]
             most = max(shares[n] for n in stretch)
@@ -212,9 +205,8 @@ def test_the_compiled_context_is_that_of_plain_python_to_the_last_bit(seed: int)
     where = places(session)
     found = in_context(own, where)
     assert found[there].tolist() == shares and not found[session < 0].any()
-    assert [[r for r in rows if r >= 0] for rows in where.beside[there].tolist()] == [
-        there[rows].tolist() for rows in beside
-    ]
+    numbers = [*there.tolist(), -1]
+    assert where.beside[there].tolist() == [[numbers[row] for row in rows] for rows in beside]
     assert (where.beside[session < 0] == -1).all()
     for number in range(4):
         stretches = where.stretch[session == number].tolist()
@@ -245,17 +237,6 @@ def test_a_turn_is_found_by_what_its_session_is_about(tmp_path: Path) -> None:
         for topic, seq in zip(topics, (3, 7), strict=True):
             found = hits(engine, "ann", f"{topic}: what was blue?")
             assert next(hit.source_seqs for hit in found if "blue" in hit.memory) == (seq,)
-
-
-def test_a_turn_without_a_word_of_the_query_keeps_its_cosine(tmp_path: Path) -> None:
-    said = ["the boats in the harbour", "a", "b", "pizza"]
-    scores = {}
-    for search in ("hybrid", "dense"):
-        with open_engine(tmp_path / search, search=search, **NEVER) as engine:
-            engine.add_batch([turn_of("ann", n, text) for n, text in enumerate(said)])
-            scores[search] = {hit.source_seqs[0]: hit.score for hit in hits(engine, "ann", "boats, harbour")}
-    assert scores["hybrid"][3] == scores["dense"][3]
-    assert scores["hybrid"][1] > scores["dense"][1], "a neighbour"
 
 
 def test_a_word_is_found_by_a_related_one_behind_the_word_itself(tmp_path: Path) -> None:

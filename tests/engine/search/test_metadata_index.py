@@ -151,17 +151,6 @@ def test_the_filter_follows_the_log_and_what_is_deleted_and_updated(engine: Engi
         assert ids(engine, "ann", where=where, **ALL) == live
 
 
-def test_it_goes_with_the_time_filter(engine: Engine) -> None:
-    metadata = some_metadata(60, 3)
-    where, window = {"topic": ["work", 1, True]}, {"since": "2026-04-05", "until": "2026-04-20"}
-    with engine:
-        add_beside_a_large_tenant(engine, metadata)
-        dated, labelled = ids(engine, "ann", **window, **ALL), ids(engine, "ann", where=where, **ALL)
-        both = {kind: [i for i in dated[kind] if i in labelled[kind]] for kind in dated}
-        assert ids(engine, "ann", where=where, **window, **ALL) == both
-        assert 0 < len(both["turn"]) < min(len(dated["turn"]), len(labelled["turn"]))
-
-
 def test_a_tenant_with_an_index_is_searched_exactly(tmp_path: Path) -> None:
     with open_engine(tmp_path, ivf_rows=300, **NEVER) as engine:
         engine.add_batch([marked("ann", n, {"rare": n % 100 == 0}) for n in range(400)])
