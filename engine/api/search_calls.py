@@ -268,8 +268,7 @@ class SearchCalls(ABC):
         return self._reports.history(query.memory_id, self._stored(query.memory_id, query.tenant).tenant_key)
 
     def _turns_by_key(self, query: TurnsByKeyQuery) -> dict[str, Report]:
-        known = query.tenant in self.tenants
-        return _turns_by_key(self._tenant(query.tenant), query.keys) if known else {}
+        return _turns_by_key(self._tenant(query.tenant), query.keys) if query.tenant in self.tenants else {}
 
     def row_of(self, memory_id: str, tenant: str | None = None) -> Row | None:
         """The row of a turn, an episode or a fact by its id, without its vector; None if there is none.

@@ -40,8 +40,7 @@ def information(text: str) -> int:
     telling = [word for word in words - COMMON_WORDS if len(word) > 2 or word[0].isdigit()]
     numbers = len([word for word in telling if word[0].isdigit()])
     unspaced = sum(map(len, UNSPACED.findall(text))) // 2
-    names = len(set(_NAMES.findall(text)))
-    return len(telling) + numbers + len(words & CUES) + names + unspaced
+    return len(telling) + numbers + len(words & CUES) + len(set(_NAMES.findall(text))) + unspaced
 
 
 @dataclass(frozen=True, slots=True)

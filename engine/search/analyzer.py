@@ -62,8 +62,7 @@ class Analyzer(dict[str, int]):
 
 def terms_of(text: str) -> list[int]:
     """As `Analyzer.of`, for a single text."""
-    words = _words(text.lower())
-    return [term for word in words if (term := _quick_term(word)) != _NO_TERM]
+    return [term for word in _words(text.lower()) if (term := _quick_term(word)) != _NO_TERM]
 
 
 def _term(word: str) -> int:

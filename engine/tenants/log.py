@@ -46,7 +46,7 @@ class RecordLog:
         # By row: what `measured` was told of a turn, or that it was not asked yet, or that there is none.
         self._measures = array("i")
         # The rows of the dedupe keys and, by session, the last effective timestamp, also of deleted turns. Of
-        # turns that were loaded, `_index` reads both from the payloads.
+        # turns that were loaded, `index_keys` reads both from the payloads.
         self._keys = KeyTable()
         self._last_timestamp: dict[str, str] = {}
         # The turns without a vector, in order: no encoder could be used when they came. None is decided yet.
@@ -153,13 +153,13 @@ class RecordLog:
     @property
     def keys(self) -> KeyTable:
         """The `key_hash` of the dedupe key of each row, also of deleted turns."""
-        self._index()
+        self.index_keys()
         return self._keys
 
     @property
     def last_timestamp(self) -> Mapping[str, str]:
         """By session: the last effective timestamp, also of deleted turns."""
-        self._index()
+        self.index_keys()
         return self._last_timestamp
 
     def seq_of(self, key: str) -> int | None:
@@ -174,12 +174,17 @@ class RecordLog:
         """The key, session and timestamp of a turn: from its payload, or from its deletion."""
         return orjson.loads(self.payload(seq)) if self.exists(seq) else self._deletions[seq]
 
-    def _index(self) -> None:
-        """Read the keys and timestamps of turns that were loaded: searches need neither."""
-        if len(self._keys) == len(self.seq_by_row):
+    @property
+    def keys_missing(self) -> int:
+        """Of how many turns, which were loaded, the keys and timestamps are not read yet."""
+        return len(self.seq_by_row) - len(self._keys)
+
+    def index_keys(self, most: int | None = None) -> None:
+        """Read the keys and timestamps of turns that were loaded, or of so many: searches need neither."""
+        if not self.keys_missing:
             return
         hashes = array("q")
-        for seq in self.seq_by_row[len(self._keys) :]:
+        for seq in self.seq_by_row[len(self._keys) :][:most]:
             kept = self._kept_of(seq)
             hashes.append(self.key_hash(kept["key"]))
             if (timestamp := kept.get("timestamp")) is not None:

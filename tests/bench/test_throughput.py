@@ -108,8 +108,7 @@ def test_as_many_pairs_are_linked_as_by_the_papers_theta(tmp_path: Path) -> None
 
 def test_thresholds_that_were_given_stay(log: Path) -> None:
     turns = list(copies(log, 2, 12))
-    given = Settings(encoder="hash:384", theta_sim=0.4)
-    assert settings_for(given, turns).similarity_threshold == 0.4
+    assert settings_for(Settings(encoder="hash:384", theta_sim=0.4), turns).similarity_threshold == 0.4
     assert settings_for(Settings(theta_sim=0.7), turns).similarity_threshold == 0.7
     assert settings_for(Settings(encoder="hash:384"), turns[:1]).theta_sim is None  # nothing to link
 

@@ -137,8 +137,7 @@ def test_shards_outlive_their_driver_and_the_next_one_finds_them(root: Location)
     with Cluster.open(root, PLAIN, resources=SMALL) as cluster:
         assert str(pids_of(cluster)) == pids
         assert cluster.stats()["turns"] == 50
-        again = cluster.add_batch([turn_of("t0", 0, "after")])
-        assert again[0].seq == 10
+        assert cluster.add_batch([turn_of("t0", 0, "after")])[0].seq == 10
         cluster.stop()
     with pytest.raises(UndertowError, match="has 2 shards"):
         Cluster.open(root, PLAIN, shards=3, resources=SMALL)
@@ -213,8 +212,7 @@ def test_a_turn_that_kills_its_shard_is_found_and_parked(root: Location) -> None
         root, settings(), shards=1, resources=SMALL, parts=EngineParts(deadly, no_llm)
     ) as cluster:
         cluster.add_batch([turn_of("ann", 0, "word0")])
-        receipts = cluster.add_batch([badger])
-        assert "process died" in (receipts[0].parked or "")
+        assert "process died" in (cluster.add_batch([badger])[0].parked or "")
         (state,) = cluster.status().values()
         assert len(state["parked"]) == 1
         # sent again it kills nobody

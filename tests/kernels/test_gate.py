@@ -74,8 +74,7 @@ def test_any_split_of_a_batch_gives_the_same_bits(seed: int, parts: int) -> None
     world, pool = close_world(rng, 16, NUMBA, SHIM)
     asked = questions(rng, pool, 20)
     whole = world.read(asked)
-    shuffled = rng.permutation(20)
-    for places in np.array_split(shuffled, parts):
+    for places in np.array_split(rng.permutation(20), parts):
         part = world.read({name: value[places] for name, value in asked.items()})
         for j, i in enumerate(places):
             for name in ("nearest_row", "nearest_score", "count"):

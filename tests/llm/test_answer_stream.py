@@ -185,8 +185,7 @@ async def test_who_leaves_ends_the_request_at_the_server(tmp_path: Path, way: st
             await asyncio.wait([left])
             assert left.cancelled() == (way == "cancelled")
             await until(lambda: server_stats(url)["faults"] == {"client left": 1})
-            states = await memories.status()
-            assert [state["state"] for state in states.values()] == ["serving"]
+            assert [state["state"] for state in (await memories.status()).values()] == ["serving"]
 
 
 async def test_errors_come_where_the_pieces_end(tmp_path: Path) -> None:

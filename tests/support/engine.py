@@ -307,8 +307,7 @@ def construction(prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Prom
 
 
 def rows_of(store: Path, *kinds: str) -> list[Row]:
-    journal = Journal.open(store, writable=False)
-    return list(journal.read(kinds=list(kinds) or None))
+    return list(Journal.open(store, writable=False).read(kinds=list(kinds) or None))
 
 
 def read_back(store: Path, prompts: Mapping[str, list[Prompt]]) -> Run:

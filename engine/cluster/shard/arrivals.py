@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import UndertowError
 from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, SessionStart, TurnCall
-from undertow.engine.cluster.shard.commands import Command
-from undertow.engine.cluster.shard.quick import is_at_hand, may_be_held
+from undertow.engine.cluster.shard.commands import Command, NotYet
+from undertow.engine.cluster.shard.quick import is_at_hand, may_be_held, read_keys, takes_turns
 from undertow.engine.step.admission import QueueFull
 
 Arrival = Command | TurnCall
@@ -122,27 +122,29 @@ class Arrivals:
 class HeldCalls:
     """These calls, in order, with what must not overtake them. Other calls and commands do."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_engine: Callable[[], Engine]) -> None:
+        self._open_engine = open_engine
         self._held: list[Arrival] = []
         # of what is held
         self._tenants: set[str] = set()
-        self._loading: set[str] = set()
-        # whether a tenant was loaded since the last `take`
+        self._preparing: set[str] = set()
+        # whether a tenant was made ready since the last `take`
         self.may_go_on = False
 
     def hold(self, engine: Engine | None, call: TurnCall) -> Sequence[Command]:
-        """Hold a call. Returns the commands that load its tenants; none: it cannot be held, or was before."""
+        """Hold a call. Returns the commands that prepare its tenants; none: it cannot be held, or was."""
         if call.held or engine is None or not may_be_held(engine, call):
             return []
         call.held = True
         self._hold(call)
-        missing = [tenant for tenant in call.tenants if not is_at_hand(engine, tenant)]
-        self._loading.update(missing)
+        missing = [tenant for tenant in call.tenants if not takes_turns(engine, tenant)]
+        self._preparing.update(missing)
         return [
             Command(
-                partial(self._loaded, tenant),
+                partial(self._prepare, tenant),
                 Future(),
                 partial(is_at_hand, tenant=tenant),
+                wait=True,
                 tenant=tenant,
                 loads=True,
                 rests=False,
@@ -150,9 +152,14 @@ class HeldCalls:
             for tenant in missing
         ]
 
-    def _loaded(self, tenant: str) -> None:
-        self._loading.discard(tenant)
+    def _prepare(self, tenant: str) -> NotYet | bool:
+        """Read some dedupe keys of a tenant. What is raised, the held calls meet again."""
+        self._preparing.discard(tenant)
         self.may_go_on = True
+        if read_keys(self._open_engine(), tenant):
+            return True
+        self._preparing.add(tenant)
+        return NotYet.GO_ON
 
     def keep(self, arrival: Arrival) -> bool:
         """Hold what adds to a held call's tenant too, or edits or erases it. False: it is none of these."""
@@ -170,7 +177,7 @@ class HeldCalls:
         """What need not wait any more, in order: it shares no tenant, even through others, with what does."""
         held, free = self._held, list[Arrival]()
         self._held, self._tenants, self.may_go_on = [], set(), False
-        waiting, size = set() if all_of_them else set(self._loading), -1
+        waiting, size = set() if all_of_them else set(self._preparing), -1
         # earlier calls of these tenants stay too: once taken, `keep` would put them behind the later ones
         while len(waiting) > size:
             size = len(waiting)

@@ -65,7 +65,7 @@ class EngineWork:
         self._fetches: Command | None = None
         # whether `long_part` comes next, though the round before it was not quick
         self.read_is_next = False
-        self._held = HeldCalls()
+        self._held = HeldCalls(supervisor.open)
         # how many tenants the engine had evicted when those of all waiting turns were in memory
         self._evictions: int | None = None
         self._committed_last = False
@@ -192,8 +192,7 @@ class EngineWork:
             return part if command.moves else self._long.pacing_of(command).measured(command.tenant)(part)
         at_hand = engine is not None and (not command.tenant or is_at_hand(engine, command.tenant))
         self.unreadable = frozenset([command.tenant]) if command.reads and at_hand else None
-        act = partial(self._load_and_obey, command)
-        return self._long.pacing_of(command).measured(command.tenant)(act)
+        return self._long.pacing_of(command).measured(command.tenant)(partial(self._load_and_obey, command))
 
     def _load_and_obey(self, command: Command) -> None:
         self._evictions = None

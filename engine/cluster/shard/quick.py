@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from undertow.engine.api.engine import Engine
-from undertow.engine.base.queries import AnswerQuery, ApiCall, ListQuery, SearchQuery, TurnsByKeyQuery
+from undertow.engine.base.queries import AnswerQuery, ApiCall, ListQuery, SearchQuery
 from undertow.engine.cluster.shard.call_queue import TurnCall
 from undertow.engine.step.batch_size import MOST_TURNS
 
 # Tenants that are loaded one by one for a call that adds turns.
 MOST_HELD = 4
+# The dedupe keys of so many turns are read in a millisecond or two.
+KEYS_AT_ONCE = 500
 # Longer than this for one text, and the loop cannot wait for the encoder.
 QUICK_TEXT_S = 0.002
 
@@ -25,6 +27,20 @@ def is_at_hand(engine: Engine, tenant: str) -> bool:
     return engine.tenants.in_memory(tenant) is not None or tenant not in engine.tenants
 
 
+def takes_turns(engine: Engine, tenant: str) -> bool:
+    """Whether turns can be added to the tenant: their keys are compared with those of all its turns."""
+    loaded = engine.tenants.in_memory(tenant)
+    return tenant not in engine.tenants if loaded is None else loaded.keys_missing <= KEYS_AT_ONCE
+
+
+def read_keys(engine: Engine, tenant: str) -> bool:
+    """Read some dedupe keys of a tenant, if it was loaded. Whether none is left to read."""
+    if (loaded := engine.tenants.in_memory(tenant)) is None:
+        return True
+    loaded.index_keys(KEYS_AT_ONCE)
+    return not loaded.keys_missing
+
+
 def logs_quickly(engine: Engine, tenant: str) -> bool:
     """Of a call that adds a record to the tenant's log."""
     return is_at_hand(engine, tenant) and engine.journal.commits_quickly
@@ -32,8 +48,6 @@ def logs_quickly(engine: Engine, tenant: str) -> bool:
 
 def is_quick_call(engine: Engine, call: ApiCall[Any]) -> bool:
     """Of a query that reads no journal, and builds a slice of an index."""
-    if isinstance(call, TurnsByKeyQuery):
-        return is_at_hand(engine, call.tenant)
     if not isinstance(call, SearchQuery | AnswerQuery | ListQuery):
         return False
     if isinstance(call, SearchQuery) and call.explain:
@@ -48,12 +62,12 @@ def is_quick_call(engine: Engine, call: ApiCall[Any]) -> bool:
 
 
 def is_quick_add(engine: Engine, call: TurnCall) -> bool:
-    """Of a call whose tenants need not be loaded; brief steps take its turns a few at a time."""
-    return len(call) <= MOST_TURNS and all(is_at_hand(engine, tenant) for tenant in call.tenants)
+    """Of a call whose tenants are ready for it; brief steps take its turns a few at a time."""
+    return len(call) <= MOST_TURNS and all(takes_turns(engine, tenant) for tenant in call.tenants)
 
 
 def may_be_held(engine: Engine, call: TurnCall) -> bool:
-    """Of a call that `is_quick_add` once its tenants, which are few, are loaded."""
+    """Of a call that `is_quick_add` once its tenants, which are few, are made ready for it."""
     few = len(call) <= MOST_TURNS and len(call.tenants) <= MOST_HELD
     return few and engine.journal.commits_quickly
 

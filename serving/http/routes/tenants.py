@@ -211,8 +211,7 @@ async def explain(
     more = len(records) == limit
     after = {"next_after_seq": records[-1]["seq"] if more else None}
     # FastAPI would check a thousand records against their model, on the event loop
-    told = await written(service.turns, tenant, records, after)
-    return Response(told, media_type="application/json")
+    return Response(await written(service.turns, tenant, records, after), media_type="application/json")
 
 
 @router.get("/v1/tenants/{tenant}/jobs", response_model=Listed[JobView])

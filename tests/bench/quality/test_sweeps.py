@@ -62,8 +62,7 @@ def test_a_point_tells_what_construction_takes(samples: list[Sample]) -> None:
 
 def test_a_varied_threshold_takes_theta_merge_along_unless_that_is_set() -> None:
     assert varied(SETTINGS, theta_sim=0.9).merge_threshold == 0.9
-    fixed = Settings(device="cpu", theta_merge=0.6)
-    assert varied(fixed, theta_sim=0.9).merge_threshold == 0.6
+    assert varied(Settings(device="cpu", theta_merge=0.6), theta_sim=0.9).merge_threshold == 0.6
     assert varied(SETTINGS, theta_count=7).similarity_threshold == 0.71
 
 

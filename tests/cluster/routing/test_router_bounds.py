@@ -137,8 +137,7 @@ def test_a_shard_that_never_starts_fails_the_calls_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routers, "PING_S", 0.01)
-    root = begin(tmp_path / "root", 1)
-    with over(root, {"s0": Unstarted()}, 0.05) as router:
+    with over(begin(tmp_path / "root", 1), {"s0": Unstarted()}, 0.05) as router:
         for work in (
             lambda: router.search("ann", "x"),
             lambda: router.flush("ann"),
@@ -155,8 +154,7 @@ def test_a_call_may_take_its_time_while_the_shard_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routers, "PING_S", 0.001)
-    root = begin(tmp_path / "root", 1)
-    with over(root, {"s0": Slow()}, 0.05) as router:
+    with over(begin(tmp_path / "root", 1), {"s0": Slow()}, 0.05) as router:
         assert router.drain()
 
 

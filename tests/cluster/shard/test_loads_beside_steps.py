@@ -17,14 +17,22 @@ import pytest
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.pacing import Pacing, Served
-from undertow.engine.base.queries import ApiCall, EraseCommand, FlushCommand, ListQuery, UpdateCommand
+from undertow.engine.base.queries import (
+    ApiCall,
+    EraseCommand,
+    FlushCommand,
+    ListQuery,
+    TurnsByKeyQuery,
+    UpdateCommand,
+)
 from undertow.engine.base.results import Receipt
-from undertow.engine.cluster.shard import beside
+from undertow.engine.cluster.shard import beside, quick
 from undertow.engine.cluster.shard.arrivals import ShardClosed
 from undertow.engine.cluster.shard.commands import Command, FairQueue
 from undertow.engine.cluster.shard.engine_work import EngineWork
 from undertow.engine.cluster.shard.quick import never
 from undertow.engine.storage.journal import JournalError
+from undertow.engine.tenants.log import RecordLog
 from undertow.engine.tenants.registry import ArenaFull, TenantRegistry, UnknownTenant
 from undertow.serving.async_memories import AsyncMemories
 
@@ -86,6 +94,26 @@ async def test_a_tenant_is_built_on_the_loop_if_it_is_small(
         monkeypatch.setattr(beside, "BUILT_QUICKLY", 1)
         assert (await memories.call(word(3, "dee"))).turns
         assert len(loads) == 2 and loads[1] != loads[0]
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["turns by key", "adds"])
+async def test_the_keys_of_a_loaded_tenant_are_read_in_parts(
+    asks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick, "KEYS_AT_ONCE", 2)
+    index, missing = RecordLog.index_keys, list[int]()
+
+    def index_keys(log: RecordLog, most: int | None = None) -> None:
+        missing.append(log.keys_missing)
+        index(log, most)
+
+    monkeypatch.setattr(RecordLog, "index_keys", index_keys)
+    async with reopened(tmp_path) as memories:
+        (again,) = some("ann", 3)
+        if asks:
+            assert await memories.call(TurnsByKeyQuery("ann", {again.dedupe_key}))
+        assert (await memories.add([again]))[0].duplicate
+    assert [number for number in missing if number] == [5, 3, 1]
 
 
 async def test_a_tenant_that_cannot_be_read_or_built_beside_is_loaded_by_the_call_itself(

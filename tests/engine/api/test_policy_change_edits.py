@@ -84,8 +84,7 @@ def test_of_a_deleted_turn_no_generation_keeps_a_byte(
         engine.purge()
     assert not bytes_hold(tmp_path, MARKER)
     if moment == "before":
-        asked = [p.user for p in llm.prompts["ann"]]
-        assert MARKER in repr(asked)
+        assert MARKER in repr([p.user for p in llm.prompts["ann"]])
     with opened(tmp_path, before) as engine:
         assert engine.get_all("ann") == live
 
@@ -106,8 +105,7 @@ def test_a_turn_deleted_before_a_change_is_not_read_again(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("during", [True, False])
 def test_an_erasure_takes_all_generations(during: bool, tmp_path: Path) -> None:
-    llm = HeldLLM(REPLIES)
-    with opened(tmp_path, "recmem", llm) as engine:
+    with opened(tmp_path, "recmem", HeldLLM(REPLIES)) as engine:
         engine.add_batch(topical("ann", 18))
         settle(engine)
         ids = {m.id for m in engine.get_all("ann")}
@@ -116,8 +114,7 @@ def test_an_erasure_takes_all_generations(during: bool, tmp_path: Path) -> None:
             settle(engine)
         certificate = engine.erase("ann", now=True)
         assert certificate is not None and certificate.turns_removed == 18
-        made = {row.id for row in rows_of(tmp_path, "episode", "fact")}
-        assert not made
+        assert not {row.id for row in rows_of(tmp_path, "episode", "fact")}
         assert certificate.episodes_removed > 0 and certificate.facts_removed > 0
         settle(engine)
         assert not bytes_hold(tmp_path, "n17")
@@ -125,8 +122,7 @@ def test_an_erasure_takes_all_generations(during: bool, tmp_path: Path) -> None:
         settle(engine)
         assert engine.policy("ann") == {"tenant": "ann", "policy": "recmem", "generation": 1, "change": None}
         assert ids and not ids & {m.id for m in engine.get_all("ann")}, "no id of an earlier life comes again"
-    seen = {row.id for row in rows_of(tmp_path, "episode", "fact")}
-    assert seen
+    assert {row.id for row in rows_of(tmp_path, "episode", "fact")}
 
 
 # ---- one change after another

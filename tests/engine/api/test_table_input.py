@@ -177,8 +177,7 @@ def test_a_table_is_stored_and_searchable(engine: Engine, columns_alone: None) -
     assert engine.add_table(table_of(60), source="chats").new_turns == 60
     reader = table_of(70).to_reader(max_chunksize=16)
     assert engine.add_table(reader, source="chats").new_turns == 10
-    keyed = table_of(2, idempotency_key=["a", "a"])
-    assert engine.add_table(keyed).new_turns == 1
+    assert engine.add_table(table_of(2, idempotency_key=["a", "a"])).new_turns == 1
 
 
 def test_a_bad_row_of_a_table_is_named_and_its_batch_is_not_stored(engine: Engine) -> None:

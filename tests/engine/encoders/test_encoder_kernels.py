@@ -44,8 +44,7 @@ def kit(device: str) -> Kit:
 
 
 def half(*shape: int, kit: Kit, seed: int = 0) -> torch.Tensor:
-    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return made.half().to(kit.device)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).half().to(kit.device)
 
 
 def tokens_of(lengths: Sequence[int], kit: Kit, tokens: int = 256, sequences: int = 8) -> Any:

@@ -66,8 +66,7 @@ def hits_of(found: SearchResult, how: Explanation) -> list[Hit]:
     "settings", [{}, {"search": "dense"}, {"words_rows": 10}], ids=["words", "dense", "large"]
 )
 def test_the_parts_add_up_to_each_score(tmp_path: Path, seed: int, settings: dict[str, Any]) -> None:
-    llm = MockLLM(MockReplies())
-    with open_engine(tmp_path / "store", llm, theta_sim=0.3, **settings) as engine:
+    with open_engine(tmp_path / "store", MockLLM(MockReplies()), theta_sim=0.3, **settings) as engine:
         receipts = engine.add_batch(world(seed))
         assert engine.drain()
         for gone in random.Random(seed).sample(receipts, 5):
@@ -141,8 +140,7 @@ def test_a_report_of_some_hits_says_why_the_others_are_not_there(tmp_path: Path)
 
 def test_nothing_is_told_of_what_no_search_may_find(tmp_path: Path) -> None:
     """A deleted turn, and the memories that rest on it until they are remade."""
-    llm = MockLLM(MockReplies())
-    with open_engine(tmp_path / "store", llm, theta_sim=0.3) as engine:
+    with open_engine(tmp_path / "store", MockLLM(MockReplies()), theta_sim=0.3) as engine:
         receipts = engine.add_batch([turn_of("ann", n, f"the boat and the secret{n}") for n in range(8)])
         assert engine.drain()
         few: dict[str, Any] = {"k_sub": 1, "k_epi": 1, "k_sem": 1}

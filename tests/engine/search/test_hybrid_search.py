@@ -102,8 +102,7 @@ def test_what_was_deleted_or_updated_weighs_nothing(tmp_path: Path) -> None:
     with open_engine(tmp_path / "plain", **NEVER) as engine:
         engine.add_batch(kept)
         expected = found(engine, "ann")
-    store = tmp_path / "changed"
-    with open_engine(store, **NEVER) as engine:
+    with open_engine(tmp_path / "changed", **NEVER) as engine:
         receipts = engine.add_batch(turns("ann"))
         assert found(engine, "ann") != expected
         for n, receipt in enumerate(receipts):

@@ -54,8 +54,7 @@ def test_the_queue_keeps_its_order_while_it_waits_and_nobody_spins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched
 ) -> None:
     use_pool(monkeypatch, 200)
-    llm = HeldLLM()
-    with open_engine(tmp_path, llm, **ALONE, batch_turns=8) as engine:
+    with open_engine(tmp_path, HeldLLM(), **ALONE, batch_turns=8) as engine:
         names = [f"t{n}" for n in range(60)]
         tickets = put(engine, [turn for name in names for turn in turns_of(name, 2)])
         step_until_paused(engine)

@@ -171,13 +171,11 @@ def test_as_many_jobs_are_queued_as_end_in_a_step(tmp_path: Path) -> None:
 
 
 def test_without_a_server_ingestion_and_search_go_on(tmp_path: Path) -> None:
-    llm = SilentLLM()
-    with open_engine(tmp_path, llm, **ALONE) as engine:
+    with open_engine(tmp_path, SilentLLM(), **ALONE) as engine:
         for n in range(4):
             assert engine.add_batch([turn_of("ann", n, f"the {MARKER} number{n}")])[0].seq == n
             assert not engine.drain(), "it gives up instead of waiting for ever"
-        found = engine.search("ann", f"the {MARKER} number3").turns
-        assert found[0].source_seqs == (3,)
+        assert engine.search("ann", f"the {MARKER} number3").turns[0].source_seqs == (3,)
         assert (engine.stats()["pending_jobs"], engine.stats()["undecided_turns"]) == (1, 4)
         assert not engine.flush("ann")
     with open_engine(tmp_path, MockLLM(), **ALONE) as engine:
@@ -198,8 +196,7 @@ def test_a_spent_budget_degrades_one_tenant_to_search_only_and_says_so(tmp_path:
         assert cursors(engine, "bo") == [1], "the budget is each tenant's own"
         assert len(engine.search("ann", "word5").turns) == 6
         assert engine.stats()["pending_jobs"] == 1
-    llm = MockLLM()
-    with open_engine(tmp_path, llm, **ALONE) as engine:
+    with open_engine(tmp_path, MockLLM(), **ALONE) as engine:
         engine.add_batch(turns["bo"][1:])
         assert engine.drain()
     expected = oracle_run(settings_of(**ALONE), ENCODER, MockReplies(), turns)

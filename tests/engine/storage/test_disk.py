@@ -191,8 +191,7 @@ def test_a_read_only_store_can_be_read_and_says_why_it_cannot_be_written(read_on
     done = run("export", "--store", read_only, "--tenant", "ann")
     assert done.code == 0, done.err
     assert [line["kind"] for line in done.lines].count("turn") == 1
-    settings = Settings(device="cpu")
-    with Engine(read_only, settings, HashingEncoder(384), writable=False) as engine:
+    with Engine(read_only, Settings(device="cpu"), HashingEncoder(384), writable=False) as engine:
         assert len(engine.search("ann", "boat").turns) == 1
     with reports(read_only) as of:
         assert of.tenant_sizes() == [{"tenant": "ann", "turns": 1}]

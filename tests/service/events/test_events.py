@@ -131,8 +131,7 @@ def test_what_was_not_taken_is_told_again_in_order(client: httpx2.Client, status
         wait_until(lambda: len(receiver.seen) > len(statuses))
         assert taken(receiver)[-5:] == ids == taken(other)
         assert {seen.path for seen in receiver.seen} == {"/"}, "no redirect is followed"
-        tries = receiver.seen[: len(statuses) + 1]
-        assert len({seen.headers["webhook-id"] for seen in tries}) == 1
+        assert len({seen.headers["webhook-id"] for seen in receiver.seen[: len(statuses) + 1]}) == 1
 
 
 def test_a_receiver_that_hangs_delays_no_other_and_is_told_later(

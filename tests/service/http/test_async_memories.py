@@ -77,8 +77,7 @@ async def test_answers_under_way_hold_back_no_other_call_of_a_large_tenant(
         await asyncio.sleep(0.05)
         work = memories._router._shard._work  # type: ignore[union-attr]
         assert work._long.rest_s is None, "no thread asks for them again and again"
-        found = await memories.call(SearchQuery("ann", "word3", k_sub=1))
-        assert "word3" in found.turns[0].memory
+        assert "word3" in (await memories.call(SearchQuery("ann", "word3", k_sub=1))).turns[0].memory
         held.llm.release()
         assert await streamed and all(answer.text for answer in await asyncio.gather(*answers))
 

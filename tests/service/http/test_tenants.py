@@ -44,8 +44,7 @@ def test_a_tenant_is_given_another_policy(running: Running, client: httpx2.Clien
     is_problem(running.client(Scope.WRITE, Scope.READ).put(path, json={"policy": "eager"}), 403, "forbidden")
     is_problem(client.put(path, json={"policy": "lazy"}), 422, "input")
     is_problem(client.put(path, json={"name": "eager"}), 422, "input")
-    told = client.put(path, json={"policy": "eager"})
-    assert told.status_code == 200
+    assert client.put(path, json={"policy": "eager"}).status_code == 200
     assert client.post(at("changed", "/flush")).json() == {"decided": True}
     done = {"tenant": "changed", "policy": "eager", "generation": 2, "change": None}
     assert client.get(path).json() == done

@@ -72,8 +72,7 @@ def test_kills_at_random_moments_lose_and_double_nothing(server: RedisServer, tm
         )
 
     assert kill_at_random(partial(server.add, "chat"), begin, store, lines, kills=3, seed=1) >= 1
-    done = consumed(server, store)
-    assert (done.code, pending(server)) == (0, 0)
+    assert (consumed(server, store).code, pending(server)) == (0, 0)
     assert stored(store) == expected
 
 

@@ -55,7 +55,7 @@ from undertow.engine.cluster.shard.api.index_build import AfterIndexBuild, Calle
 from undertow.engine.cluster.shard.api.purges import Purges, after
 from undertow.engine.cluster.shard.commands import NotYet
 from undertow.engine.cluster.shard.engine_work import EngineWork
-from undertow.engine.cluster.shard.quick import is_quick_call, logs_quickly
+from undertow.engine.cluster.shard.quick import is_at_hand, is_quick_call, logs_quickly, read_keys
 from undertow.engine.cluster.shard.supervisor import ShardSupervisor
 from undertow.engine.cluster.wire import Status
 from undertow.engine.llm.client import BrokenOff
@@ -114,7 +114,6 @@ class ApiCalls:
             tenant=tenant,
             reads=reads,
             reads_journal=reads_journal,
-            loads=isinstance(call, TurnsByKeyQuery),
             changes=isinstance(call, SetPolicyCommand),
         )
 
@@ -149,6 +148,16 @@ class ApiCalls:
             return engine.go_on_searching(begun[1]) or NotYet.GO_ON
 
         return self._after_index_build(query, search)
+
+    def _by_key(self, query: TurnsByKeyQuery) -> Future[dict[str, Report]]:
+        """The keys of a loaded tenant are read in parts, as other calls would wait."""
+
+        def found(engine: Engine) -> dict[str, Report] | NotYet:
+            self._check(query.tenant)
+            return engine.call(query) if read_keys(engine, query.tenant) else NotYet.GO_ON
+
+        is_quick = partial(is_at_hand, tenant=query.tenant)
+        return self._ask(found, wait=True, is_quick=is_quick, tenant=query.tenant, loads=True)
 
     def _list(self, query: ListQuery) -> Future[Page]:
         """In parts, as other calls would wait for a long page."""
@@ -368,5 +377,6 @@ HANDLERS: Mapping[type[ApiCall[Any]], Callable[[ApiCalls, Any], Future[Any]]] = 
     ListQuery: ApiCalls._list,
     PurgeCommand: ApiCalls._purge,
     SearchQuery: ApiCalls._search,
+    TurnsByKeyQuery: ApiCalls._by_key,
     UpdateCommand: ApiCalls._edit,
 }

@@ -216,8 +216,7 @@ def test_the_name_begins_anew_and_sees_nothing_of_its_old_life(
         texts = [hit.memory for hit in (*live.episodes, *live.facts)]
         assert all(marked.word not in text for text in texts)
         assert not set(old_ids) & set(ids_of(store, marked.name))
-        certificates = engine.purge()
-        assert len(certificates) == (0 if purged else 1)
+        assert len(engine.purge()) == (0 if purged else 1)
         assert engine.search(marked.name, QUERY) == live
     assert files_with(store, vectors) == []
     with reports(store) as of:
