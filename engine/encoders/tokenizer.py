@@ -137,8 +137,7 @@ class WordPieceTokens:
 
 def spread(begins: Int64, sizes: Int64) -> Int64:
     """The concatenated indices of the ranges begins[i] .. begins[i] + sizes[i]: int64 [sum of sizes]."""
-    before = np.cumsum(sizes) - sizes
-    return np.repeat(begins - before, sizes) + np.arange(int(sizes.sum()))
+    return np.repeat(begins - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
 
 
 def make_tokens(tokenizer: Any, window: int, filler: Sequence[int]) -> tuple[Tokens, str]:

@@ -115,8 +115,7 @@ class RecordLog:
 
     def controls_from(self, seq: int) -> list[Control]:
         """The control records from `seq` on, oldest first."""
-        newest_first = takewhile(lambda control: control.seq >= seq, reversed(self._controls.values()))
-        return list(newest_first)[::-1]
+        return list(takewhile(lambda control: control.seq >= seq, reversed(self._controls.values())))[::-1]
 
     def turn(self, seq: int) -> TurnView:
         """The turn of record `seq`, empty once deleted. ValueError: the record is no turn."""
@@ -183,8 +182,8 @@ class RecordLog:
         """Read the keys and timestamps of turns that were loaded, or of so many: searches need neither."""
         if not self.keys_missing:
             return
-        hashes = array("q")
-        for seq in self.seq_by_row[len(self._keys) :][:most]:
+        hashes, begin = array("q"), len(self._keys)
+        for seq in self.seq_by_row[begin : begin + (most or self.keys_missing)]:
             kept = self._kept_of(seq)
             hashes.append(self.key_hash(kept["key"]))
             if (timestamp := kept.get("timestamp")) is not None:

@@ -154,12 +154,14 @@ class HeldCalls:
 
     def _prepare(self, tenant: str) -> NotYet | bool:
         """Read some dedupe keys of a tenant. What is raised, the held calls meet again."""
-        self._preparing.discard(tenant)
-        self.may_go_on = True
-        if read_keys(self._open_engine(), tenant):
-            return True
-        self._preparing.add(tenant)
-        return NotYet.GO_ON
+        ready = True
+        try:
+            ready = read_keys(self._open_engine(), tenant)
+        finally:
+            if ready:
+                self._preparing.discard(tenant)
+                self.may_go_on = True
+        return ready or NotYet.SOON
 
     def keep(self, arrival: Arrival) -> bool:
         """Hold what adds to a held call's tenant too, or edits or erases it. False: it is none of these."""

@@ -24,9 +24,13 @@ MOST_GONE, MOVE_S = 32, 0.02
 
 
 class NotYet(Enum):
-    """The result of a command that waits and has done a part of its work: it is repeated at once."""
+    """The result of a command that waits and has done a part of its work. It goes on in the next rounds.
+
+    GO_ON: answers of other calls are sent first. SOON: not so; it has little left to do.
+    """
 
     GO_ON = "go on"
+    SOON = "soon"
 
 
 @dataclass(slots=True, eq=False)

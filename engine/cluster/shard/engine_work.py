@@ -22,7 +22,7 @@ from undertow.engine.cluster.shard.beside import load, loads_quickly, part_besid
 from undertow.engine.cluster.shard.call_queue import CallStamp, SessionStart, TurnCall
 from undertow.engine.cluster.shard.commands import REPEATED_S, Command, FairQueue, NotYet, Waiting
 from undertow.engine.cluster.shard.quarantine import reason_of
-from undertow.engine.cluster.shard.quick import is_at_hand, is_quick_add, never, steps_quickly
+from undertow.engine.cluster.shard.quick import is_at_hand, is_quick_add, never, steps_quickly, takes_turns
 from undertow.engine.cluster.shard.supervisor import RETRY_S, ShardSupervisor, contained
 from undertow.engine.cluster.shard.turn_calls import TurnCalls
 
@@ -110,7 +110,7 @@ class EngineWork:
         may_pass = self.unreadable is None or (command.searches and command.tenant not in self.unreadable)
         if self._failed is None and self.is_free() and may_pass and self._is_quick(command):
             self._obey(command)
-            if not self._waits and self.supervisor.engine is not None:
+            if not (self._waits or self.arrived) and self.supervisor.engine is not None:
                 return command.future
         else:
             self.arrived.put(command)
@@ -155,7 +155,7 @@ class EngineWork:
         return True
 
     def _all_at_hand(self, engine: Engine) -> bool:
-        """Whether the next step loads no tenant: those of the waiting turns are in memory.
+        """Whether the next step loads no tenant: those of the waiting turns are ready for them.
 
         A thread takes turns whose tenants are not, and a full pool evicts tenants with waiting turns.
         """
@@ -163,7 +163,7 @@ class EngineWork:
         if self._evictions != evictions:  # else only turns of tenants at hand have come since
             unfed = (call.tenants for call in self.calls if not call.is_fed)
             names = chain(engine.scheduler.inbox.tenants, *unfed)
-            if not all(is_at_hand(engine, name) for name in names):
+            if not all(takes_turns(engine, name) for name in names):
                 return False
             self._evictions = evictions
         return True
@@ -309,7 +309,7 @@ class EngineWork:
                     self.arrived.put_first([command])  # no call overtakes it
                     return False
                 for one in later:
-                    self._long.append(one)
+                    (self.arrived.put if self._is_quick(one) else self._long.append)(one)
             elif self.on_loop and isinstance(command, Command) and command.reads_journal:
                 self._long.append(command)
                 self.read_is_next = True
@@ -364,12 +364,12 @@ class EngineWork:
             else:  # the engine is in use on two threads
                 self._late_errors.append(error)
             return
-        if command.wait and (value is None or value is NotYet.GO_ON):
-            self._busy = self._busy or value is NotYet.GO_ON
+        if command.wait and (value is None or isinstance(value, NotYet)):
+            self._busy = self._busy or value is not None
             if self.arrived.closed:  # beside the end of the shard
                 command.future.set_exception(ShardClosed(self._shard))
             else:
-                self._waits.append(command)
+                (self.arrived.put if value is NotYet.SOON else self._waits.append)(command)
         else:
             command.future.set_result(value)
 

@@ -11,8 +11,8 @@ from undertow.engine.step.batch_size import MOST_TURNS
 
 # Tenants that are loaded one by one for a call that adds turns.
 MOST_HELD = 4
-# The dedupe keys of so many turns are read in a millisecond or two.
-KEYS_AT_ONCE = 500
+# The dedupe keys of so many turns are read in a millisecond; and of so many of each tenant in a step.
+KEYS_AT_ONCE, FEW_KEYS = 250, 32
 # Longer than this for one text, and the loop cannot wait for the encoder.
 QUICK_TEXT_S = 0.002
 
@@ -28,9 +28,9 @@ def is_at_hand(engine: Engine, tenant: str) -> bool:
 
 
 def takes_turns(engine: Engine, tenant: str) -> bool:
-    """Whether turns can be added to the tenant: their keys are compared with those of all its turns."""
+    """Whether a step adds turns to the tenant quickly: it compares their keys with those of all its turns."""
     loaded = engine.tenants.in_memory(tenant)
-    return tenant not in engine.tenants if loaded is None else loaded.keys_missing <= KEYS_AT_ONCE
+    return tenant not in engine.tenants if loaded is None else loaded.keys_missing <= FEW_KEYS
 
 
 def read_keys(engine: Engine, tenant: str) -> bool:
@@ -68,8 +68,7 @@ def is_quick_add(engine: Engine, call: TurnCall) -> bool:
 
 def may_be_held(engine: Engine, call: TurnCall) -> bool:
     """Of a call that `is_quick_add` once its tenants, which are few, are made ready for it."""
-    few = len(call) <= MOST_TURNS and len(call.tenants) <= MOST_HELD
-    return few and engine.journal.commits_quickly
+    return len(call) <= MOST_TURNS and len(call.tenants) <= MOST_HELD and engine.journal.commits_quickly
 
 
 def steps_quickly(engine: Engine) -> bool:

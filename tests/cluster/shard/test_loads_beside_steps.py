@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
@@ -28,7 +29,7 @@ from undertow.engine.base.queries import (
 from undertow.engine.base.results import Receipt
 from undertow.engine.cluster.shard import beside, quick
 from undertow.engine.cluster.shard.arrivals import ShardClosed
-from undertow.engine.cluster.shard.commands import Command, FairQueue
+from undertow.engine.cluster.shard.commands import REPEATED_S, Command, FairQueue
 from undertow.engine.cluster.shard.engine_work import EngineWork
 from undertow.engine.cluster.shard.quick import never
 from undertow.engine.storage.journal import JournalError
@@ -97,23 +98,39 @@ async def test_a_tenant_is_built_on_the_loop_if_it_is_small(
 
 
 @pytest.mark.parametrize("asks", [True, False], ids=["turns by key", "adds"])
-async def test_the_keys_of_a_loaded_tenant_are_read_in_parts(
+async def test_the_keys_of_a_searched_tenant_are_read_in_parts_also_beside_another_load(
     asks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quick, "KEYS_AT_ONCE", 2)
-    index, missing = RecordLog.index_keys, list[int]()
+    monkeypatch.setattr(quick, "FEW_KEYS", 2)
+    index, turn_round = RecordLog.index_keys, EngineWork.round
+    done = list[int]()
 
     def index_keys(log: RecordLog, most: int | None = None) -> None:
-        missing.append(log.keys_missing)
+        if log.keys_missing:
+            done.append(log.keys_missing)
+            time.sleep(REPEATED_S)
         index(log, most)
 
-    monkeypatch.setattr(RecordLog, "index_keys", index_keys)
-    async with reopened(tmp_path) as memories:
+    def round_(work: EngineWork, *, quickly: bool) -> bool:
+        done.extend([0] * (done[-1:] != [0]))
+        return turn_round(work, quickly=quickly)
+
+    async with reopened(tmp_path) as memories, asyncio.timeout(SOON_S):
+        assert (await memories.call(word(3))).turns
+        held = Held(monkeypatch, TenantRegistry, "fetch", tenant="dee")
+        late = asyncio.create_task(memories.call(word(3, "dee")))
+        await held.wait()
+        monkeypatch.setattr(RecordLog, "index_keys", index_keys)
+        monkeypatch.setattr(EngineWork, "round", round_)
         (again,) = some("ann", 3)
         if asks:
             assert await memories.call(TurnsByKeyQuery("ann", {again.dedupe_key}))
         assert (await memories.add([again]))[0].duplicate
-    assert [number for number in missing if number] == [5, 3, 1]
+        assert not late.done()
+        held.go.set()
+        assert (await late).turns
+    assert done[done.index(5) :][:5] == [5, 0, 3, 0, 1]
 
 
 async def test_a_tenant_that_cannot_be_read_or_built_beside_is_loaded_by_the_call_itself(

@@ -154,7 +154,7 @@ class ApiCalls:
 
         def found(engine: Engine) -> dict[str, Report] | NotYet:
             self._check(query.tenant)
-            return engine.call(query) if read_keys(engine, query.tenant) else NotYet.GO_ON
+            return engine.call(query) if read_keys(engine, query.tenant) else NotYet.SOON
 
         is_quick = partial(is_at_hand, tenant=query.tenant)
         return self._ask(found, wait=True, is_quick=is_quick, tenant=query.tenant, loads=True)

@@ -107,8 +107,7 @@ class AfterIndexBuild(Generic[T]):
 
     def is_quick(self, engine: Engine) -> bool:
         """Also while it waits for another search's index: a thread would ask it again and again."""
-        waits = self._waits and self._builds.holder not in (None, self)
-        return waits or is_quick_call(engine, self._query)
+        return (self._waits and self._builds.holder not in (None, self)) or is_quick_call(engine, self._query)
 
     def __call__(self, engine: Engine) -> T | NotYet | None:
         try:
