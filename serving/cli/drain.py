@@ -35,8 +35,7 @@ def drain(memory: OpenMemory) -> tuple[bool, Exit]:
             settled = drain_cluster(memory, bar, interrupted)
     if settled is None:
         return False, Exit.INTERRUPTED
-    unusable = not settled and report_pending(memory)
-    return settled, Exit.LLM if unusable else Exit.DONE
+    return settled, Exit.LLM if not settled and report_pending(memory) else Exit.DONE
 
 
 def flush(memory: OpenMemory, tenants: Sequence[str]) -> tuple[bool, Exit]:

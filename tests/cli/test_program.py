@@ -185,8 +185,7 @@ def test_the_first_minute_needs_no_llm() -> None:
     assert "no LLM call" in shown and shown.count("Why     score") == 3
     assert f": first at turn {done.doc['recurred_at']}." in shown
     assert shown.count("\n  turn ") == 5
-    rare = run("quickstart", env={"UNDERTOW_THETA_SIM": "1"}).out
-    assert "No topic comes back" in rare
+    assert "No topic comes back" in run("quickstart", env={"UNDERTOW_THETA_SIM": "1"}).out
 
 
 def test_a_long_wait_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,8 +123,7 @@ def test_episodes_and_merges_echo_what_was_shown() -> None:
 
 
 def test_every_option_of_the_server_says_what_it_does() -> None:
-    text = options().format_help()
-    assert text.count("\n  --") > 10
+    assert options().format_help().count("\n  --") > 10
     assert all(action.help for action in options()._actions)
 
 

@@ -97,8 +97,7 @@ def of_cost(args: argparse.Namespace) -> dict[str, Any]:
 def alone(args: argparse.Namespace, folder: Path) -> Figures:
     filled = Filled.make(Checkout(theta_count=args.theta_count), world_of(args), folder / "ours")
     parts = parts_of(args, filled)
-    document = run_parts("service", parts, args.parts)
-    return {**document, **about(args), "filled": filled.figures}
+    return {**run_parts("service", parts, args.parts), **about(args), "filled": filled.figures}
 
 
 def beside(args: argparse.Namespace, folder: Path) -> Figures:

@@ -46,8 +46,7 @@ def test_a_name_erased_before_it_moves_begins_anew_as_another(shards: Shards, tu
         assert shards.holder(name).erase(name) is None
     assert shards.holder(alone_) is shards.engines["a"], "its tombstone is still there"
     shards.add([turn for turn in turns if turn.tenant == again])
-    done = resume(shards.root, shards.ask)
-    assert done.certificates == {}, "they are issued where the names live now"
+    assert resume(shards.root, shards.ask).certificates == {}, "they are issued where the names live now"
     shards.close()
     for shard in "abc":
         shards(shard)
@@ -96,8 +95,7 @@ def test_no_certificate_while_bytes_lie_at_the_shard_that_was_left(shards: Shard
 
 def test_an_erasure_at_a_shard_that_gives_is_certified_with_its_purge(shards: Shards) -> None:
     shards.holder(STAY[0]).erase(STAY[0])
-    done = resume(shards.root, shards.ask)
-    assert set(done.certificates) == set(keys_of(shards, [STAY[0]]))
+    assert set(resume(shards.root, shards.ask).certificates) == set(keys_of(shards, [STAY[0]]))
     assert shards.engines["a"].purge() == {}
 
 
@@ -212,8 +210,7 @@ def test_who_comes_while_others_move_does_not_hold_the_move_up(shards: Shards) -
             shards("a")._engine.add_batch([turn_of(new, 0, "hello")])
         return shards.ask(shard, method, *args)
 
-    done = resume(shards.root, growing)
-    assert done.shard_map.phase is None
+    assert resume(shards.root, growing).shard_map.phase is None
     assert 0 < looks < 10
     homes = where(shards)
     assert {homes[name] for name in homes if name.startswith("new")} == {"c"}

@@ -91,8 +91,7 @@ def test_any_number_of_shards_and_interleaving_gives_what_one_engine_gives(
     line = interleaved(turns, seed)
     with LocalShards(root, settings()) as shards:
         with routed(root, shards, lane_turns=64, call_turns=7) as router:
-            sent = submit(router, line, lambda: rng.randint(1, 30))
-            assert set(statuses(sent)) == {"stored"}
+            assert set(statuses(submit(router, line, lambda: rng.randint(1, 30)))) == {"stored"}
             assert router.drain()
             assert router.stats()["turns"] == len(line)
         if count > 1:

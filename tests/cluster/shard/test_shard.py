@@ -364,8 +364,7 @@ def test_a_shard_goes_by_the_map_that_is_newest_once_it_has_the_journal(
         return engine
 
     monkeypatch.setattr(ShardSupervisor, "_made", late)
-    shard = start(where=root)
-    assert shard.hello("client", 1).result(SOON_S).map_version == newer.version
+    assert start(where=root).hello("client", 1).result(SOON_S).map_version == newer.version
 
 
 # ---- the thresholds of a root

@@ -124,8 +124,7 @@ def test_what_is_decided_is_what_the_host_decides(
         assert len(evicted) > len(set(evicted)) == len(NAMES), "each of them, and not only once"
     else:
         assert not evicted
-    decided = {d.decision for of in found.decisions.values() for d in of}
-    assert decided >= {"waits", "merged", "fired"}
+    assert {d.decision for of in found.decisions.values() for d in of} >= {"waits", "merged", "fired"}
 
 
 @pytest.mark.gpu

@@ -117,8 +117,7 @@ def test_the_runs_contain_every_kind_of_decision(expected: Run, options: dict[st
     for tenant, decisions in expected.decisions.items():
         seen = Counter(d.decision for d in decisions)
         assert all(seen[kind] > 0 for kind in ("waits", "merged", "fired", "parked")), tenant
-        refusals = [d for d in decisions if d.merge_asked and d.decision in ("waits", "fired")]
-        assert refusals, tenant
+        assert [d for d in decisions if d.merge_asked and d.decision in ("waits", "fired")], tenant
     every = [d for decisions in expected.decisions.values() for d in decisions]
     if options.get("profile") == "paper":
         empty = [d for d in every if d.decision == "fired" and not d.settled]
@@ -155,8 +154,7 @@ def check_eager_runs(run: Run) -> None:
         assert any(m.version > 2 and m.text for m in versions), "updates of updates"
         assert any(m.version > 1 and not m.text for m in versions), "deletions"
         assert any(len(m.sources) > 1 for m in versions)
-        operations = {p.operation for p in run.prompts[tenant]}
-        assert operations == {"extract", "reconcile"}
+        assert {p.operation for p in run.prompts[tenant]} == {"extract", "reconcile"}
 
 
 def check_a_mem_runs(run: Run) -> None:
@@ -194,13 +192,11 @@ def check_nemori_runs(run: Run) -> None:
 
 def check_himem_runs(run: Run) -> None:
     for tenant, decisions in run.decisions.items():
-        seen = Counter(d.decision for d in decisions)
-        assert seen.keys() == {"waits", "fired", "parked"}, tenant
+        assert Counter(d.decision for d in decisions).keys() == {"waits", "fired", "parked"}, tenant
         versions = run.versions[tenant]
         assert max(Counter(m.made_at_seq for m in versions if m.kind == "episode").values()) > 1
         assert any(m.kind == "fact" and m.shown for m in versions), "notes of a part of a window"
-        operations = {p.operation for p in run.prompts[tenant]}
-        assert operations == {"segment", "notes"}
+        assert {p.operation for p in run.prompts[tenant]} == {"segment", "notes"}
 
 
 CHECKS: Mapping[str, Callable[[Run], None]] = {

@@ -239,8 +239,7 @@ def test_the_program_killed_and_resumed(
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
     assert process.returncode == -signal.SIGKILL
-    before = stored_turns(store, log)
-    assert before >= 3 * BATCH_TURNS
+    assert stored_turns(store, log) >= 3 * BATCH_TURNS
     done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert_same_state(end_state(store), undisturbed[0])

@@ -162,8 +162,7 @@ def test_on_a_full_disk_payloads_are_held_in_memory(tmp_path: Path, monkeypatch:
         engine.add_batch(first)
         monkeypatch.setattr(os, "posix_fallocate", full)
         engine.add_batch(second)
-        receipts = engine.add_batch([*first, *second])
-        assert [receipt.duplicate for receipt in receipts] == [True] * 6
+        assert [receipt.duplicate for receipt in engine.add_batch([*first, *second])] == [True] * 6
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(1, 1 << 40), st.integers(0, 1 << 62))

@@ -190,8 +190,7 @@ def test_what_the_notes_missed_is_taken_over_after_the_answer(tmp_path: Path) ->
         assert body["question"] == QUESTION
         assert body["episode_ids"] == [answered.found.episodes[0].id] and episode.kind == "episode"
         assert engine.drain()
-        operations = [p.operation for p in llm.prompts["ann"][asked_by_now:]]
-        assert operations == ["supplement", "revise"]
+        assert [p.operation for p in llm.prompts["ann"][asked_by_now:]] == ["supplement", "revise"]
         record = engine.tenants.get("ann").next_seq - 1
         changed = [m for m in engine.get_all("ann") if m.made_at_seq == record]
         supporting = {s for m in engine.get_all("ann") if m.id in body["episode_ids"] for s in m.source_seqs}

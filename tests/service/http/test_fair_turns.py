@@ -71,8 +71,7 @@ async def test_whoever_has_used_the_loop_least_is_next_and_its_oldest_request() 
     world.used("much", 1.0)
     world.used("some", 0.1)
     world.turns.use_of("much").typical_s = fair_turns.ITERATION_S  # one of its requests fills an iteration
-    tasks = world.start("much", "much", "much", "some", "new")
-    await asyncio.gather(*tasks)
+    await asyncio.gather(*world.start("much", "much", "much", "some", "new"))
     # the first came while nobody waited; the two that came last are served before those that came before
     assert world.begun[0] == "much"
     assert set(world.begun[1:3]) == {"some", "new"}

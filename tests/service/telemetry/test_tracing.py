@@ -95,8 +95,7 @@ def test_a_request_is_one_trace_with_the_steps_that_serve_it_linked(
         client = service.client()
         for day in range(4):
             body = {"messages": said(f"pottery course, day {day}")}
-            response = client.post(at("ann", "/memories"), json=body, headers=SAMPLED)
-            assert response.status_code == 200
+            assert client.post(at("ann", "/memories"), json=body, headers=SAMPLED).status_code == 200
         assert client.post(at("ann", "/flush")).status_code == 200
         asked = client.post(at("ann", "/answer"), json={"question": "What?"}, headers=SAMPLED)
         assert asked.status_code == 200
@@ -114,8 +113,7 @@ def test_a_request_is_one_trace_with_the_steps_that_serve_it_linked(
         assert steps and all(step.parent is None for step in steps)
         phases = {span.name for span in made for step in steps if inside(span, step)}
         assert {"admit", "decide", "commit"} <= phases
-    names = {span.name for span in made}
-    assert {"encode", "append", "gate"} <= names
+    assert {"encode", "append", "gate"} <= {span.name for span in made}
     gate = next(span for span in made if span.name == "gate")
     assert any(inside(gate, span) for span in made if span.name == "decide")
     chats = [span for span in made if span.name == "chat small"]
