@@ -16,10 +16,12 @@ from undertow.bench.system.service.__main__ import name_of, parser
 from undertow.bench.system.service.compare import COMPARED, ratios
 from undertow.bench.system.service.hostile import TENANT, about, attacks, erasures, filled_tenant
 from undertow.bench.system.service.open_loop import Answer, Caller, Outcome, arrivals, run_loop
-from undertow.bench.system.service.parts import Mix, holds, recovery
+from undertow.bench.system.service.parts import Mix, _missing, holds, recovery
 from undertow.bench.system.service.served import Checkout, counted
 from undertow.bench.system.service.world import Request, World
-from undertow.engine.base.model import UndertowError
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import Message, Turn, UndertowError
 from undertow.engine.encoders.hashing import HashingEncoder
 
 from ..support.cli import turn_line, write_log
@@ -49,6 +51,15 @@ def test_a_world_is_the_same_each_time_and_can_be_ingested(tmp_path: Path) -> No
     assert (told["tenants"], told["turns"], told["undecided_turns"]) == (3, 60, 0)
     WORLD.write_log(tmp_path / "b.jsonl")
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    # and what a crash takes from it or doubles is counted
+    store, (name, *said) = tmp_path / "store", next(iter(WORLD.exchanges()))
+    assert _missing(store, WORLD, {}) == (0, 0) and _missing(store, WORLD, {name: {"no such id"}}) == (1, 0)
+    twice = Turn(name, tuple(map(Message, ("user", "assistant"), said)), dedupe_key="sent again")
+    with Engine(store, Settings(device="cpu", theta_count=1_000), HashingEncoder(384)) as engine:
+        engine.add_batch([twice])
+        assert _missing(store, WORLD, {}) == (0, 1)
+        engine.delete(engine.list(name, limit=5).items[-1]["id"], tenant=name)
+    assert _missing(store, WORLD, {}) == (1, 1)
 
 
 def test_a_world_whose_topics_recur_is_refused(tmp_path: Path) -> None:

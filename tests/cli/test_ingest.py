@@ -151,5 +151,4 @@ def test_exports_are_ingested_and_found_for_their_owner(tmp_path: Path) -> None:
     again = run(*command, "--tenant", "ann")
     assert (again.doc["turns"], again.doc["run"]["new_turns"]) == (8, 0)
     for query, words in (("Marine varnish", "Marine varnish."), ("bring bread", "I bring bread")):
-        found = run("search", "--tenant", "ann", query, "--store", store, "--json").out
-        assert words in found
+        assert words in run("search", "--tenant", "ann", query, "--store", store, "--json").out

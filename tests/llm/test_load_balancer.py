@@ -136,8 +136,7 @@ def test_a_dead_server_is_taken_out_and_comes_back(caplog: pytest.LogCaptureFixt
 
 def test_unreachable_only_when_all_are_silent() -> None:
     ports = free_port(), free_port()
-    urls = ",".join(f"http://127.0.0.1:{port}/v1" for port in ports)
-    with client(urls, llm_in_flight=2) as llm:
+    with client(",".join(f"http://127.0.0.1:{port}/v1" for port in ports), llm_in_flight=2) as llm:
         with spawn_server(port=ports[0]):
             results([llm.submit(merge(n), tenant="t") for n in range(30)])
             assert llm.unreachable_s is None

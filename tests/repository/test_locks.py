@@ -88,8 +88,7 @@ def test_what_is_installed_is_what_the_lock_has() -> None:
     wanted = {name: version_of(of) for name, of in wanted_here(locks).items()}
     if "faiss-gpu" in HERE:  # in the place of
         del wanted["faiss-cpu"]
-    different = {name for name, _ in wanted.items() ^ HERE.items()}
-    assert different <= {"pip", "undertow"}, "run: make setup"
+    assert {name for name, _ in wanted.items() ^ HERE.items()} <= {"pip", "undertow"}, "run: make setup"
 
 
 def test_each_environment_and_ci_install_from_locks_alone() -> None:

@@ -226,5 +226,4 @@ def test_firing_rates_are_those_of_each_tenant_or_of_parts_of_it(
     }
     monkeypatch.setenv("UNDERTOW_ENCODER", "hash:384")
     assert firing_rates.main(["--data", str(data), "--parts", "6"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["the default"]["by share"]["tenants"] == 4
+    assert json.loads(capsys.readouterr().out)["the default"]["by share"]["tenants"] == 4

@@ -27,7 +27,7 @@ from undertow.engine.base.queries import (
     UpdateCommand,
 )
 from undertow.engine.base.results import Receipt
-from undertow.engine.cluster.shard import beside, quick
+from undertow.engine.cluster.shard import arrivals, beside, quick
 from undertow.engine.cluster.shard.arrivals import ShardClosed
 from undertow.engine.cluster.shard.commands import REPEATED_S, Command, FairQueue
 from undertow.engine.cluster.shard.engine_work import EngineWork
@@ -131,6 +131,17 @@ async def test_the_keys_of_a_searched_tenant_are_read_in_parts_also_beside_anoth
         held.go.set()
         assert (await late).turns
     assert done[done.index(5) :][:5] == [5, 0, 3, 0, 1]
+
+
+async def test_a_tenant_that_is_evicted_after_each_part_of_its_keys_is_added_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick, "KEYS_AT_ONCE", 2)
+    async with reopened(tmp_path) as memories, asyncio.timeout(SOON_S):
+        evict = engine_of(memories).tenants.evict
+        parts = Mock(side_effect=lambda engine, tenant: quick.read_keys(engine, tenant) or evict(tenant))
+        monkeypatch.setattr(arrivals, "read_keys", parts)
+        assert (await memories.add(some("ann", 3)))[0].duplicate and parts.call_count > 1
 
 
 async def test_a_tenant_that_cannot_be_read_or_built_beside_is_loaded_by_the_call_itself(

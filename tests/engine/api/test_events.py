@@ -101,8 +101,7 @@ def test_parked_jobs_are_told_with_their_turns(engine: Engine) -> None:
     turns = {event["seq"]: event["memory_id"] for event in events if event.get("kind") == "turn"}
     for event in parked:
         if event["job_id"] in jobs:
-            seqs = jobs[event["job_id"]]["cluster_seqs"]
-            assert event["turn_ids"] == [turns[seq] for seq in seqs]
+            assert event["turn_ids"] == [turns[seq] for seq in jobs[event["job_id"]]["cluster_seqs"]]
 
 
 @pytest.mark.parametrize("seed", range(3))

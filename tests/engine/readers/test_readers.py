@@ -289,8 +289,7 @@ def test_garbage_never_raises_and_resuming_drops_what_was_taken(
     assert all(bool(r.turns) != bool(r.errors) for r in found)
     good = [i for i, x in enumerate(lines, 1) if x == json.dumps(GOOD).encode()]
     assert set(good) <= {r.position for r in found if len(r.turns) == 1}
-    resumed = records(path, after)
-    assert [(r.position, r.turns, r.errors) for r in resumed] == [
+    assert [(r.position, r.turns, r.errors) for r in records(path, after)] == [
         (r.position, r.turns, r.errors) for r in found if r.position > after
     ]
 

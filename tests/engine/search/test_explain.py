@@ -178,7 +178,6 @@ def test_the_words_that_match_are_those_of_the_definition() -> None:
         for (term, word), others, counts in zip(asked.items(), near.tolist(), closeness, strict=True):
             instead = [held[o] for o, c in zip(others, counts, strict=True) if c > 0 and o in held]
             expected += [word] if term in held else [f"{word} ~ {instead[0]}"] if instead else []
-        parts = PartsOfScores(no, no, no, no, no, query)
-        assert parts._matched(text) == tuple(expected)
+        assert PartsOfScores(no, no, no, no, no, query)._matched(text) == tuple(expected)
         told += sum("~" in word for word in expected)
     assert told > 100

@@ -57,8 +57,7 @@ def test_it_parses_and_names_its_base_by_version(name: str) -> None:
 
 def test_both_have_the_same_system_and_so_the_same_python() -> None:
     """Ray refuses a node whose Python is another."""
-    systems = {values(name, "FROM")[0].rpartition("-")[2] for name in FILES}
-    assert len(systems) == 1
+    assert len({values(name, "FROM")[0].rpartition("-")[2] for name in FILES}) == 1
     assert len({tuple(v for v in values(name, "ARG") if v.startswith("CUDA")) for name in FILES}) == 1
     for name in FILES:
         assert ["python3", "-m", "venv", "/opt/undertow"] in steps(name)

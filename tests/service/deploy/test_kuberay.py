@@ -53,8 +53,7 @@ def test_the_cluster_is_what_the_operator_accepts() -> None:
 def test_the_parts_fit_together() -> None:
     assert {*KUSTOMIZATION["resources"]} == {"cluster.yaml", "service.yaml"}
     images = {image["name"]: f"{image['newName']}:{image['newTag']}" for image in KUSTOMIZATION["images"]}
-    used = {container["image"] for pod in pods() for container in pod["containers"]}
-    assert used == images.keys()
+    assert {container["image"] for pod in pods() for container in pod["containers"]} == images.keys()
     built = (ROOT / "Dockerfile").read_text() + (ROOT / "Dockerfile.vllm").read_text()
     assert all(f"-t {image} " in built for image in images.values())
     assert f"\nray=={CLUSTER['spec']['rayVersion']}\n" in (ROOT / "constraints.txt").read_text()

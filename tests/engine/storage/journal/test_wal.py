@@ -100,8 +100,7 @@ def test_a_flush_moves_rows_in_the_background_and_keeps_their_order(
         if n % 20 == 10:
             assert stored(place) == said
     assert stored(place) == texts(journal) == said
-    lsns = [r.lsn for r in journal.read()]
-    assert lsns == list(range(len(said))) and not segments(place)
+    assert [r.lsn for r in journal.read()] == list(range(len(said))) and not segments(place)
     journal.close()
 
 
@@ -333,8 +332,7 @@ def test_damage_to_rows_that_are_in_lance_or_of_a_former_writer_is_none(store: P
     Journal.open(store, writable=True).close()
     file.write_bytes(data[:100] + bytes(100) + data[200:])
     assert stored(store) == said
-    journal = Journal.open(store, writable=True)
-    assert texts(journal) == said and not segments(store)
+    assert texts(Journal.open(store, writable=True)) == said and not segments(store)
 
 
 # ---- erasure
