@@ -108,7 +108,7 @@ def test_eager_reads_every_turn_and_gates_none(tmp_path: Path) -> None:
     assert 0 < operations.count("reconcile") < 12
     decisions = [orjson.loads(row.payload) for row in rows_of(tmp_path, "decision")]
     assert all("score" not in body and "relevant" not in body for body in decisions)
-    assert all(usage["extract"][0] == 1 for usage in [body["usage"] for body in decisions])
+    assert all(body["usage"]["extract"][0] == 1 for body in decisions)
     with reports(tmp_path) as of:
         told = of.explain("ann")
     made = [record["fact_ids"] for record in told]
