@@ -35,6 +35,8 @@ class Arrivals:
     def __init__(self, shard: str, queue_turns: int) -> None:
         self._shard = shard
         self._waiting: deque[Arrival] = deque()
+        # commands whose result was NotYet.SOON; a round puts them there and takes them
+        self.parts: deque[Command] = deque()
         # guards all of this, but for taking from the queue's front
         self._lock = threading.Lock()
         self._queue_turns = queue_turns
@@ -44,6 +46,11 @@ class Arrivals:
         self.turns = 0
 
     def __bool__(self) -> bool:
+        return bool(self._waiting or self.parts)
+
+    @property
+    def has_next(self) -> bool:
+        """Whether `take` gives one."""
         return bool(self._waiting)
 
     # ---- from any thread
@@ -115,7 +122,8 @@ class Arrivals:
         """What waits; all that comes later fails."""
         with self._lock:
             self.closed, self.turns = True, 0
-            waiting, self._waiting = self._waiting, deque()
+            waiting, self._waiting = [*self.parts, *self._waiting], deque()
+            self.parts.clear()
             return waiting
 
 

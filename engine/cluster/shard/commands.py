@@ -26,7 +26,7 @@ MOST_GONE, MOVE_S = 32, 0.02
 class NotYet(Enum):
     """The result of a command that waits and has done a part of its work. It goes on in the next rounds.
 
-    GO_ON: answers of other calls are sent first. SOON: not so; it has little left to do.
+    GO_ON: once answers of other calls were sent. SOON: it has little left to do, and comes first.
     """
 
     GO_ON = "go on"

@@ -154,7 +154,7 @@ class LoopDriver:
             finally:
                 self._in_round = False
             if self._under_way is not None:  # what takes long comes after it
-                if done:
+                if done or self._work.arrived.parts:
                     self._schedule(self._work.patience_s, ITERATIONS)
                 return
             part = self._work.long_part() if done or self._work.read_is_next else self._work.round

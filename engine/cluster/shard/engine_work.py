@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from itertools import chain
@@ -160,7 +160,8 @@ class EngineWork:
         A thread takes turns whose tenants are not, and a full pool evicts tenants with waiting turns.
         """
         evictions = engine.tenants.evictions
-        if self._evictions != evictions:  # else only turns of tenants at hand have come since
+        # else only turns of tenants at hand have come since, or none is stored now
+        if self._evictions != evictions and not engine.scheduler.admission_paused:
             unfed = (call.tenants for call in self.calls if not call.is_fed)
             names = chain(engine.scheduler.inbox.tenants, *unfed)
             if not all(takes_turns(engine, name) for name in names):
@@ -262,9 +263,8 @@ class EngineWork:
         """How long the next round may wait for a command or a call; None: for as long as it takes."""
         if self.rounds_go_on and self._failed is not None:
             return None
-        may_go_on = self.arrived or self._held.may_go_on
         rest_s = None if self.rounds_go_on else self._long.rest_s
-        if self._busy or may_go_on or rest_s == 0.0:
+        if self._busy or self.arrived or self._held.may_go_on or rest_s == 0.0:
             return 0.0
         if self.supervisor.has_work or self.calls or self._waits or rest_s is not None:
             return POLL_S
@@ -278,18 +278,22 @@ class EngineWork:
         finally:
             error = ShardClosed(self._shard)
             self._release(self.calls.fail(error))
-            left = [*self.arrived.close(), *self._held.take(all_of_them=True), *self._long.take()]
+            left = [*self._waits, *self.arrived.close(), *self._held.take(all_of_them=True)]
             if self._fetches is not None:
                 left.append(self._fetches)
                 self._fetches = None
-            while self._waits:
-                self._waits.popleft().future.set_exception(error)
-            for late in left:
+            self._waits.clear()
+            for late in (*left, *self._long.take()):
                 if isinstance(late, TurnCall) or late.begin():
                     late.future.set_exception(error)
 
     def _take(self, quickly: bool) -> bool:
         """Take waiting commands and calls. False: the next one is not quick."""
+        while self.arrived.parts:
+            part = self.arrived.parts.popleft()
+            (self._obey if not quickly or self._is_quick(part) else self._long.append)(part)
+            if quickly:  # what has arrived meanwhile does not wait for all parts, nor they for it
+                break
         if not quickly and (deferred := self._long.pop()) is not None:
             self._busy = True  # for the next one
             if deferred.reads_journal:  # searches may go on beside it
@@ -300,16 +304,19 @@ class EngineWork:
         if self._held.may_go_on or not quickly:
             self.arrived.put_first(self._held.take(all_of_them=not quickly))
         until_s = time.monotonic() + REPEATED_S
-        while self.arrived and not (quickly and time.monotonic() > until_s):
+        while self.arrived.has_next and not (quickly and time.monotonic() > until_s):
             command = self.arrived.take()
             if self._held.keep(command):
                 continue
             if quickly and not self._is_quick(command):
-                if not (later := self._later(command)):
+                # what a thread is to do before or for it; nothing: a call that is the next one all the same
+                engine = self.supervisor.engine
+                later = self._held.hold(engine, command) if isinstance(command, TurnCall) else [command]
+                if not later:
                     self.arrived.put_first([command])  # no call overtakes it
                     return False
                 for one in later:
-                    (self.arrived.put if self._is_quick(one) else self._long.append)(one)
+                    (self.arrived.parts if self._is_quick(one) else self._long).append(one)
             elif self.on_loop and isinstance(command, Command) and command.reads_journal:
                 self._long.append(command)
                 self.read_is_next = True
@@ -323,12 +330,6 @@ class EngineWork:
                 self._busy = True
                 self._obey(command)
         return True
-
-    def _later(self, command: Command | TurnCall) -> Sequence[Command]:
-        """What a thread is to do before or for it; nothing: a call that is the next one all the same."""
-        if isinstance(command, Command):
-            return [command]
-        return self._held.hold(self.supervisor.engine, command)
 
     def _is_quick(self, command: Command | TurnCall) -> bool:
         engine = self.supervisor.engine
@@ -369,7 +370,7 @@ class EngineWork:
             if self.arrived.closed:  # beside the end of the shard
                 command.future.set_exception(ShardClosed(self._shard))
             else:
-                (self.arrived.put if value is NotYet.SOON else self._waits.append)(command)
+                (self.arrived.parts if value is NotYet.SOON else self._waits).append(command)
         else:
             command.future.set_result(value)
 

@@ -21,6 +21,7 @@ from undertow.engine.base.pacing import Pacing, Served
 from undertow.engine.base.queries import (
     ApiCall,
     EraseCommand,
+    ExplainQuery,
     FlushCommand,
     ListQuery,
     TurnsByKeyQuery,
@@ -30,8 +31,9 @@ from undertow.engine.base.results import Receipt
 from undertow.engine.cluster.shard import arrivals, beside, quick
 from undertow.engine.cluster.shard.arrivals import ShardClosed
 from undertow.engine.cluster.shard.commands import REPEATED_S, Command, FairQueue
-from undertow.engine.cluster.shard.engine_work import EngineWork
+from undertow.engine.cluster.shard.engine_work import POLL_S, EngineWork
 from undertow.engine.cluster.shard.quick import never
+from undertow.engine.step.scheduler import Scheduler
 from undertow.engine.storage.journal import JournalError
 from undertow.engine.tenants.log import RecordLog
 from undertow.engine.tenants.registry import ArenaFull, TenantRegistry, UnknownTenant
@@ -131,6 +133,53 @@ async def test_the_keys_of_a_searched_tenant_are_read_in_parts_also_beside_anoth
         held.go.set()
         assert (await late).turns
     assert done[done.index(5) :][:5] == [5, 0, 3, 0, 1]
+
+
+@pytest.mark.parametrize("busy", ["a slow encoder", "a large call"])
+async def test_the_keys_of_a_searched_tenant_are_read_beside_a_reader_whatever_else_waits_for_it(
+    busy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick, "KEYS_AT_ONCE", 1)
+    monkeypatch.setattr(quick, "MOST_TURNS", 2)
+    index = RecordLog.index_keys
+    monkeypatch.setattr(
+        RecordLog, "index_keys", lambda log, most=None: index(log, most) or time.sleep(2 * REPEATED_S)
+    )
+    async with reopened(tmp_path) as memories, asyncio.timeout(SOON_S):
+        assert (await memories.call(word(3))).turns
+        held = Held(monkeypatch)
+        read = asyncio.create_task(memories.call(ExplainQuery("bob")))
+        await held.wait()
+        if busy == "a slow encoder":
+            monkeypatch.setattr(engine_of(memories)._texts, "text_s", 1.0)
+        large = asyncio.create_task(memories.add(some("bob", 1, 2, 3)))
+        (again,) = some("ann", 3)
+        found = await memories.call(TurnsByKeyQuery("ann", [again.dedupe_key]))
+        assert list(found) == [again.dedupe_key] and not (read.done() or large.done())
+        held.go.set()
+        assert len(await large) == 3
+
+
+async def test_rounds_stay_on_the_loop_while_turns_wait_for_the_tenants_that_fill_the_arena(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick, "FEW_KEYS", 2)
+    async with reopened(tmp_path) as memories, asyncio.timeout(SOON_S):
+        engine = engine_of(memories)
+        with monkeypatch.context() as full:
+            full.setattr(Scheduler, "admission_paused", True)
+            waiting = asyncio.create_task(memories.add(some("ann", 5)))
+            while not engine.scheduler.inbox.holds("ann"):
+                await asyncio.sleep(POLL_S)
+            engine.tenants.evict("ann")
+            assert (await memories.call(word(3))).turns, "it is loaded, and few of its keys are known"
+            rounds = threads_of(full, EngineWork, "round")
+            for _ in range(5):
+                assert (await memories.call(word(0, "bob"))).turns
+                await asyncio.sleep(POLL_S)
+            assert len(rounds) >= 5 and set(rounds) == {threading.current_thread().name}
+            assert not waiting.done()
+        assert (await waiting)[0].seq == 6
 
 
 async def test_a_tenant_that_is_evicted_after_each_part_of_its_keys_is_added_to(
