@@ -118,9 +118,7 @@ class LocalCalls:
             await asyncio.sleep(0.005)
         shard = self._shards.shard(self._name)
         future = shard.call(method, *args)
-        while not future.done():
-            if self._shards.running.get(self._name) is not shard:
-                raise ShardGone(f"shard {self._name} was killed")
+        while not future.done() and self._shards.running.get(self._name) is shard:
             await asyncio.sleep(0.001)
         if self._shards.running.get(self._name) is not shard:
             raise ShardGone(f"shard {self._name} was killed")
