@@ -37,9 +37,3 @@ def client(running: Running) -> httpx2.Client:
 def state(tmp_path: Path) -> Iterator[StateDb]:
     with closing(StateDb(tmp_path)) as opened:
         yield opened
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """The event loop of tests that are coroutines (marked `anyio`)."""
-    return "asyncio"
