@@ -139,26 +139,21 @@ class MockKafka:
     def all_of(self, topic: str, count: int) -> list[Any]:
         """The first `count` messages of a topic, by a reader of its own."""
         settings = {"bootstrap.servers": self.brokers, "group.id": f"reader-{time.monotonic()}"}
-        reader = self._kafka.Consumer({**settings, "auto.offset.reset": "earliest"})
-        try:
+        with closing(self._kafka.Consumer({**settings, "auto.offset.reset": "earliest"})) as reader:
             reader.subscribe([topic])
             found: list[Any] = []
             until_s = time.monotonic() + WAIT_S
             while len(found) < count and time.monotonic() < until_s:
                 found += [message for message in reader.consume(count, 0.2) if message.error() is None]
-        finally:
-            reader.close()
         return found
 
     def committed(self, topic: str, group: str) -> dict[int, int]:
         """The group's next offset in each partition that has one."""
-        reader = self._kafka.Consumer({"bootstrap.servers": self.brokers, "group.id": group})
-        try:
+        place = {"bootstrap.servers": self.brokers, "group.id": group}
+        with closing(self._kafka.Consumer(place)) as reader:
             partitions = reader.list_topics(topic, timeout=WAIT_S).topics[topic].partitions
             asked = [self._kafka.TopicPartition(topic, n) for n in partitions]
             return {p.partition: p.offset for p in reader.committed(asked, timeout=WAIT_S) if p.offset >= 0}
-        finally:
-            reader.close()
 
     def refuse_a_commit(self) -> None:
         """Answer the next one of offsets as in a rebalance."""
