@@ -33,6 +33,12 @@ def client(running: Running) -> httpx2.Client:
     return running.client()
 
 
+@pytest.fixture(params=["sync", "async"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of a client, as `driven` takes it."""
+    return str(request.param)
+
+
 @pytest.fixture
 def state(tmp_path: Path) -> Iterator[StateDb]:
     with closing(StateDb(tmp_path)) as opened:
