@@ -112,6 +112,12 @@ def lacking(request: pytest.FixtureRequest) -> Callable[[str], NoReturn]:
 
 
 @pytest.fixture
+def anyio_backend() -> str:
+    """The event loop of tests that are coroutines (marked `anyio`)."""
+    return "asyncio"
+
+
+@pytest.fixture
 def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """Notes each call of `owner.name` from now on, as `note` tells it; the call does what it did."""
 

@@ -105,10 +105,7 @@ class World:
             part = owners[start : start + _BLOCK_ROWS]
             near = centres[torch.from_numpy(part).to(self._rig.device)] + self._unit(len(part))
             rows = torch.nn.functional.normalize(near, dim=1).half()
-            self.arena.extend(segments[part], self._form(rows), live=True)
-
-    def _form(self, rows: torch.Tensor) -> Any:
-        return rows if self._rig.cuda else rows.numpy()
+            self.arena.extend(segments[part], rows if self._rig.cuda else rows.numpy(), live=True)
 
     @property
     def bytes_read(self) -> int:

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ijson
-
 from undertow.bench.quality import Benchmark
 from undertow.engine.base.model import BadInput, InputError, Message, Turn, lines_of
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.readers import detect_format, read
+from undertow.engine.readers.datasets import raw_samples
 from undertow.engine.readers.source import Log
 
 # LoCoMo's categories by number, as the paper (Maharana et al., 2024) names them
@@ -107,12 +106,12 @@ def load(path: Path, benchmark: Benchmark, max_message_bytes: int) -> Iterator[S
     if found != benchmark:
         cure = f"Run `undertow eval {found}`." if found in ("locomo", "longmemeval") else _SCHEMA
         raise InputError(BadInput(str(log), None, None, f"is of the format {found}, not {benchmark}", cure))
-    raw_samples = _raw_samples(log)
+    every = raw_samples(log)
     first_at: dict[str, int] = {}
     for record in read(log, benchmark, max_message_bytes=max_message_bytes):
         if record.errors:
             raise InputError(record.errors[0])
-        raw = next(raw_samples)
+        raw = next(every)
         try:
             sample = (_locomo if benchmark == "locomo" else _longmemeval)(raw, record.turns)
             _check_new(sample, benchmark, first_at, record.position)
@@ -129,13 +128,6 @@ def _check_new(sample: Sample, benchmark: Benchmark, first_at: dict[str, int], p
         field = "sample_id" if benchmark == "locomo" else "question_id"
         reason = f"{sample.tenant!r:.80} stands twice, the first time in sample {first}"
         raise _Unfit(field, reason, "Give each an id of its own, or leave one out.")
-
-
-def _raw_samples(log: Log) -> Iterator[Mapping[str, Any]]:
-    with log.unpacked() as file:
-        is_array = file.read(64).lstrip()[:1] == b"["
-        file.seek(0)
-        yield from ijson.items(file, "item" if is_array else "", use_float=True)
 
 
 class _Unfit(ValueError):

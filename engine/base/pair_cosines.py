@@ -21,21 +21,15 @@ MEASURED: Mapping[str, tuple[tuple[float, float], ...]] = {
 GENERIC = "all-MiniLM-L6-v2"
 
 
-def is_measured(encoder: str) -> bool:
-    """Whether an encoder, by its name or folder, has a row of its own."""
-    return _short(encoder) in MEASURED
-
-
 def prior_theta(encoder: str, share: float) -> float:
-    """The cosine that this share of pairs reaches, between measured shares by a straight line."""
-    rows = MEASURED[_short(encoder) if is_measured(encoder) else GENERIC]
+    """The cosine that this share of pairs reaches, between measured shares by a straight line.
+
+    `encoder`: its name or folder.
+    """
+    rows = MEASURED.get(encoder.rstrip("/").rpartition("/")[2], MEASURED[GENERIC])
     if share <= rows[0][0]:
         return rows[0][1]
     for (below, high), (above, low) in pairwise(rows):
         if share <= above:
             return round(high + (low - high) * (share - below) / (above - below), 4)
     return rows[-1][1]
-
-
-def _short(encoder: str) -> str:
-    return encoder.rstrip("/").rpartition("/")[2]

@@ -294,6 +294,9 @@ class Policy(ABC):
     name: ClassVar[str]
     learns: Learns = Learns()
 
+    def __init__(self, budget: PromptBudget) -> None:
+        self._budget = budget
+
     @property
     def tiers(self) -> Tiers:
         """What an answer is given by default."""

@@ -20,7 +20,6 @@ from undertow.engine.policies.base import (
     MemoryView,
     Policy,
     PolicyResult,
-    PromptBudget,
     Vector,
     deletion,
 )
@@ -39,9 +38,6 @@ class Eager(Policy):
     """Stateless: its only input is the MemoryView and the results of effects."""
 
     name = "eager"
-
-    def __init__(self, budget: PromptBudget) -> None:
-        self._budget = budget
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         """Extraction and update (section 2.1) of the turn, at once."""

@@ -81,7 +81,7 @@ class RecMem(Policy):
         `salience`: what is read besides recurring topics, and what does not count; None: the paper's gate.
         `is_fused`: an episode or a merge and its facts come in one reply; else in two, as in the paper.
         """
-        self._budget = budget
+        super().__init__(budget)
         self._ablation = ablation
         self._salience = salience
         self._is_fused = is_fused

@@ -88,16 +88,7 @@ class Work:
         sources = tuple(sorted({*fact.source_seqs, *turns}))
         if sources == fact.source_seqs:
             return fact
-        again = replace(
-            fact,
-            version=fact.version + 1,
-            made_at_seq=self.seq,
-            source_seqs=sources,
-            timestamp=self.latest(sources),
-            shown_seqs=only_shown(fact.shown_seqs, sources),
-        )
-        self.drafts.append(Draft(again, vector))
-        return again
+        return self._again(fact, vector, sources, shown_seqs=only_shown(fact.shown_seqs, sources)).memory
 
     def revise(
         self,
@@ -109,18 +100,19 @@ class Work:
         **more: Any,
     ) -> Draft:
         """Add a new version of a memory."""
-        revised = replace(
+        return self._again(memory, vector, sources, text=text, prompt_version=version, model=None, **more)
+
+    def _again(self, memory: Memory, vector: Vector, sources: tuple[int, ...], **changes: Any) -> Draft:
+        """Add the next version of a memory, which rests on these sources."""
+        again = replace(
             memory,
-            text=text,
             version=memory.version + 1,
             made_at_seq=self.seq,
             source_seqs=sources,
             timestamp=self.latest(sources),
-            prompt_version=version,
-            model=None,
-            **more,
+            **changes,
         )
-        self.drafts.append(Draft(revised, vector))
+        self.drafts.append(Draft(again, vector))
         return self.drafts[-1]
 
     def new(

@@ -49,16 +49,21 @@ def read_samples(
     """
     position = 0
     try:
-        with log.unpacked() as file:
-            is_array = file.read(64).lstrip()[:1] == b"["
-            file.seek(0)
-            for position, raw in enumerate(ijson.items(file, "item" if is_array else "", use_float=True), 1):
-                if position > after:
-                    yield _record(log, position, raw, parse, max_message_bytes)
+        for position, raw in enumerate(raw_samples(log), 1):
+            if position > after:
+                yield _record(log, position, raw, parse, max_message_bytes)
     except (ijson.JSONError, UnicodeDecodeError, *DAMAGED) as problem:
         reason = f"cannot be read after {position} samples: {problem}"
         cure = "Mend the file from there on; the samples before it were taken."
         yield PackedRecord(max(position, after), errors=(BadInput(str(log), None, None, reason, cure),))
+
+
+def raw_samples(log: Log) -> Iterator[Any]:
+    """The samples as their file has them: an array of them, or one alone."""
+    with log.unpacked() as file:
+        is_array = file.read(64).lstrip()[:1] == b"["
+        file.seek(0)
+        yield from ijson.items(file, "item" if is_array else "", use_float=True)
 
 
 def _record(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -77,13 +76,8 @@ def peer_means(folder: Path, **changes: str) -> Means:
     return means(folder, **given)
 
 
-@contextmanager
-def system(folder: Path, runner: list[str]) -> Iterator[PeerSystem]:
-    made = PeerSystem("tiny", peer_means(folder), command=runner)
-    try:
-        yield made
-    finally:
-        made.close()
+def system(folder: Path, runner: list[str]) -> closing[PeerSystem]:
+    return closing(PeerSystem("tiny", peer_means(folder), command=runner))
 
 
 def told(tmp_path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,7 @@ def test_search_by_metadata(tmp_path: Path) -> None:
 def test_readers_work_beside_a_writer_and_a_second_writer_is_refused(
     store: Path, log: Path, server: str
 ) -> None:
-    with_lock = Journal.open(store, writable=True)
-    try:
+    with closing(Journal.open(store, writable=True)):
         assert tenants(store)
         assert run("search", "boat", "--tenant", "bo", "--store", store, "--json").lines
         asked = run("ask", "the boat?", "--tenant", "bo", "--store", store, "--llm", server)
@@ -150,5 +150,3 @@ def test_readers_work_beside_a_writer_and_a_second_writer_is_refused(
         second = run("ingest", log, "--store", store, "--llm", "off")
         assert (second.code, second.out) == (1, "")
         assert "is being written by process" in second.err
-    finally:
-        with_lock.close()

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from undertow.bench.mock.server import spawn_server
-from undertow.engine.api.engine import Engine, make_llm
+from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import InputError, UndertowError
 from undertow.engine.cluster.ray import actors
@@ -40,21 +40,15 @@ from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.location import Location
 
 from ..support.cli import turn_line
-from ..support.cluster.in_process import begin, cluster_state, settings
-from ..support.engine import interleaved, turn_of
-from ..support.faults.harness import PARKING, RATES, assert_same_state, end_state, turns_of, write_log
+from ..support.cluster.in_process import begin, cluster_state, one_engine_s, settings
+from ..support.engine import turn_of
+from ..support.faults.harness import PARKING, RATES, assert_same_state, end_state
 
 pytestmark = pytest.mark.usefixtures("ray_address")
 
 # that name no thresholds
 PLAIN = Settings(device="cpu", encoder="hash:384")
 SMALL = ClusterSettings(num_cpus=0.5, threads=1, patience_s=90, call_turns=16, lane_turns=64)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with spawn_server(latency_ms=2, jitter_ms=2, **RATES, **PARKING) as url:
-        yield url
 
 
 @pytest.fixture
@@ -73,32 +67,26 @@ def pids_of(cluster: Cluster) -> list[int]:
 
 
 @pytest.mark.rarely
-def test_shards_killed_at_random_moments_give_what_one_engine_gives(
-    root: Location, server: str, tmp_path: Path
-) -> None:
-    of_server = settings(llm_url=server)
-    turns = turns_of(write_log(tmp_path / "log.jsonl", [f"tenant-{n}" for n in range(5)], 26))
-    plain = tmp_path / "plain"
-    with Engine(plain, of_server, HashingEncoder(384), llm=make_llm(of_server)) as engine:
-        engine.add_batch([turn for of_tenant in turns.values() for turn in of_tenant])
-        assert engine.drain()
-    rng, line = random.Random(4), interleaved(turns, 4)
-    stored = 0
-    with Cluster.open(root, of_server, shards=2, resources=SMALL) as cluster:
-        began_with = pids_of(cluster)
-        for start in range(0, len(line), 30):
-            timer = threading.Timer(rng.uniform(0.0, 0.1), kill_one, (cluster, rng))
-            if start in (30, 60):
-                timer.start()
-            receipts = cluster.add_batch(line[start : start + 30])
-            stored += len(receipts)
-            if timer.is_alive():
-                timer.join()
-            assert cluster.stats()["turns"] == stored
-        assert cluster.drain()
-        assert pids_of(cluster) != began_with
-        cluster.stop()
-    assert_same_state(cluster_state(root), end_state(plain))
+def test_shards_killed_at_random_moments_give_what_one_engine_gives(root: Location, tmp_path: Path) -> None:
+    with spawn_server(latency_ms=2, jitter_ms=2, **RATES, **PARKING) as server:
+        of_server = settings(llm_url=server)
+        rng, (line, expected) = random.Random(4), one_engine_s(tmp_path, of_server)
+        stored = 0
+        with Cluster.open(root, of_server, shards=2, resources=SMALL) as cluster:
+            began_with = pids_of(cluster)
+            for start in range(0, len(line), 30):
+                timer = threading.Timer(rng.uniform(0.0, 0.1), kill_one, (cluster, rng))
+                if start in (30, 60):
+                    timer.start()
+                receipts = cluster.add_batch(line[start : start + 30])
+                stored += len(receipts)
+                if timer.is_alive():
+                    timer.join()
+                assert cluster.stats()["turns"] == stored
+            assert cluster.drain()
+            assert pids_of(cluster) != began_with
+            cluster.stop()
+    assert_same_state(cluster_state(root), expected)
 
 
 FIRST_DRIVER = """

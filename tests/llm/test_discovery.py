@@ -14,12 +14,12 @@ from undertow.engine.base.config import Settings
 from undertow.engine.llm import discovery as llm_address
 from undertow.engine.llm.client import OpenAILLM, ServerRefused
 from undertow.engine.llm.discovery import NamedActor, NoCluster, NoServer, server_addresses
+from undertow.serving.vllm.local_server import free_port
 
 from ..support.llm_servers import (
     Counting,
     at_once,
     client,
-    free_port,
     merge,
     odd_server,
     results,

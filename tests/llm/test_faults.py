@@ -21,6 +21,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import PolicyName
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import ServerRefused
+from undertow.serving.vllm.local_server import free_port
 
 from ..support.engine import turn_of
 from ..support.faults.harness import (
@@ -38,7 +39,6 @@ from ..support.faults.harness import (
     write_log,
 )
 from ..support.faults.spoilt_llm import POISON, SpoiltReplies, SpoiltServer, served
-from ..support.llm_servers import free_port
 from ..support.soak.rare import COMPARED
 from ..support.soak.runs import report
 

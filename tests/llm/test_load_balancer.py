@@ -21,6 +21,7 @@ from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.circuit_breaker import CircuitBreaker
 from undertow.engine.llm.client import BadReply, ServerRefused
 from undertow.engine.llm.replies import Trouble
+from undertow.serving.vllm.local_server import free_port
 
 from ..support.faults.harness import RATES, THETA, assert_same_state, end_state, turns_of, write_log
 from ..support.faults.spoilt_llm import served
@@ -30,7 +31,6 @@ from ..support.llm_servers import (
     client,
     completion,
     expected,
-    free_port,
     merge,
     odd_server,
     prompts,

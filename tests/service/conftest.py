@@ -33,13 +33,13 @@ def client(running: Running) -> httpx2.Client:
     return running.client()
 
 
+@pytest.fixture(params=["sync", "async"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of a client, as `driven` takes it."""
+    return str(request.param)
+
+
 @pytest.fixture
 def state(tmp_path: Path) -> Iterator[StateDb]:
     with closing(StateDb(tmp_path)) as opened:
         yield opened
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """The event loop of tests that are coroutines (marked `anyio`)."""
-    return "asyncio"

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import orjson
-import pytest
 from numpy.typing import NDArray
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
@@ -28,7 +27,6 @@ from undertow.engine.step.batch_size import MOST_TURNS
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.row_codec import control_of, memory_of
-from undertow.engine.tenants.registry import TenantRegistry
 from undertow.prompts.builders import Prompt
 from undertow.prompts.operations import QUERY_OPERATIONS
 
@@ -101,19 +99,6 @@ def step_until_paused(engine: Engine) -> None:
     """Step until turns wait for the tenants that fill the arena."""
     while not engine.scheduler.admission_paused:
         engine.step(0.01)
-
-
-def note_evictions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The tenants that are evicted from now on, in order."""
-    names: list[str] = []
-    evict = TenantRegistry.evict
-
-    def noted(self: TenantRegistry, name: str) -> None:
-        names.append(name)
-        evict(self, name)
-
-    monkeypatch.setattr(TenantRegistry, "evict", noted)
-    return names
 
 
 def _pass_on(future: Future[Completion], answer: Future[Completion]) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import socket
 import threading
 import time
 import urllib.request
@@ -67,11 +66,6 @@ def completion(
 
 
 GOOD = completion('{"same_story": false, "narrative": ""}')
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class Counting:

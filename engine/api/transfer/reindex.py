@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -47,10 +48,9 @@ def reindex(
     On an object store, which has no lock, let nobody open the store as a writer meanwhile.
     """
     # the old vectors are deleted afterwards, so the new ones must be on the disk by then
-    journal = Journal.open(store, writable=True, durability="fsync")
-    plain = encoder.fingerprint
-    fingerprint = plain.with_timestamps() if embed_timestamp else plain
-    try:
+    with closing(Journal.open(store, writable=True, durability="fsync")) as journal:
+        plain = encoder.fingerprint
+        fingerprint = plain.with_timestamps() if embed_timestamp else plain
         if Fingerprint.stored(journal.info.encoder).mismatch(fingerprint) is None:
             return 0
         copy = _begin_or_resume(journal, fingerprint)
@@ -67,8 +67,6 @@ def reindex(
         copy.remove_others()
         journal.location.remove(PROGRESS_FILE)
         return embedded
-    finally:
-        journal.close()
 
 
 def _begin_or_resume(journal: Journal, fingerprint: Fingerprint) -> Journal:

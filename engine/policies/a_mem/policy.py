@@ -15,7 +15,6 @@ from undertow.engine.policies.base import (
     MemoryView,
     Policy,
     PolicyResult,
-    PromptBudget,
     Tiers,
     endings,
 )
@@ -29,9 +28,6 @@ class AMem(Policy):
     name = "a-mem"
     # Section 4: k = 10, and the notes that they are linked to (3.4). Notes contain their messages.
     tiers = Tiers(k_epi=0, k_sem=10, consolidated=False, linked=True)
-
-    def __init__(self, budget: PromptBudget) -> None:
-        self._budget = budget
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         """A note for each message of the turn, in order."""

@@ -53,7 +53,7 @@ class HiMem(Policy):
         `is_fused`: the three stages of aligned notes come in one reply.
         """
         self.learns = Learns(used=max_notes is not None, missed=self_evolution)
-        self._budget = budget
+        super().__init__(budget)
         self._note_calls: NoteCalls = 2 if not align_notes else 1 if is_fused else 3
         self._align_episodes = align_episodes
         self._max_notes = max_notes

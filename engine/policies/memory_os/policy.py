@@ -31,7 +31,7 @@ class MemoryOS(Policy):
 
     def __init__(self, budget: PromptBudget, short_term_pages: int, heat_threshold: float) -> None:
         """`short_term_pages`: the capacity of short-term memory. `heat_threshold`: tau."""
-        self._budget = budget
+        super().__init__(budget)
         self._short_term_pages = short_term_pages
         self._heat_threshold = heat_threshold
 

@@ -83,7 +83,6 @@ def sweep(
     Deterministic: the same file, encoder and settings give the same figures.
     """
     from undertow.bench.quality.ablations import whole
-    from undertow.bench.quality.datasets import load
     from undertow.bench.quality.sweeps import SWEPT, runs
     from undertow.bench.quality.sweeps import sweep as run
     from undertow.bench.quality.vectors import KeptVectors
@@ -92,7 +91,7 @@ def sweep(
 
     settings = whole(opt.settings_of(llm="off", encoder=encoder), policy)
     opt.check_settings(settings)
-    samples = chosen_samples(list(load(data, "locomo", settings.max_message_bytes)), only)
+    samples = chosen_samples(data, "locomo", settings, only)
     kept = KeptVectors(make_encoder(settings), vectors)
     with Bar() as bar:
         done, total = count(1), runs(SWEPT[policy])

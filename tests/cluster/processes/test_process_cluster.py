@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from undertow.bench.mock.server import spawn_server
-from undertow.engine.api.engine import Engine, make_llm
+from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.queries import AnswerQuery, SearchQuery
@@ -33,9 +33,9 @@ from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.location import Location, StoreError
 from undertow.serving.async_memories import AsyncMemories
 
-from ...support.cluster.in_process import cluster_state, settings
-from ...support.engine import interleaved, turn_of
-from ...support.faults.harness import PARKING, RATES, assert_same_state, end_state, turns_of, write_log
+from ...support.cluster.in_process import cluster_state, one_engine_s, settings
+from ...support.engine import turn_of
+from ...support.faults.harness import PARKING, RATES, assert_same_state
 from ...support.llm_servers import server_stats, wait_until
 
 SOON_S = 60
@@ -68,12 +68,7 @@ def tenant_at(cluster: ProcessCluster, shard: str) -> str:
 def test_workers_killed_under_load_give_what_one_engine_gives(root: Location, tmp_path: Path) -> None:
     with spawn_server(latency_ms=2, jitter_ms=2, **RATES, **PARKING) as server:
         of_server = settings(llm_url=server)
-        turns = turns_of(write_log(tmp_path / "log.jsonl", [f"tenant-{n}" for n in range(5)], 26))
-        plain = tmp_path / "plain"
-        with Engine(plain, of_server, HashingEncoder(384), llm=make_llm(of_server)) as engine:
-            engine.add_batch([turn for of_tenant in turns.values() for turn in of_tenant])
-            assert engine.drain()
-        rng, line = random.Random(4), interleaved(turns, 4)
+        rng, (line, expected) = random.Random(4), one_engine_s(tmp_path, of_server)
         with ProcessCluster(root, of_server, 2) as cluster:
             began_with = pids_of(cluster)
             assert (sorted(began_with), len(set(began_with.values()))) == (["s0001", "s0002"], 2)
@@ -88,7 +83,7 @@ def test_workers_killed_under_load_give_what_one_engine_gives(root: Location, tm
                 assert cluster.stats()["turns"] == start + len(receipts)
             assert cluster.drain()
             assert pids_of(cluster) != began_with, "a new process took over"
-    assert_same_state(cluster_state(root), end_state(plain))
+    assert_same_state(cluster_state(root), expected)
 
 
 def test_a_dead_worker_delays_its_own_tenants_alone_and_comes_back(

@@ -23,11 +23,6 @@ from ...support.engine import turn_of
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class End:
     """One end, and what came to it."""
 

@@ -15,8 +15,7 @@ from undertow.engine.cluster.shard import call_queue
 from undertow.engine.storage.location import Location
 from undertow.engine.tenants import log
 
-from ...support.cluster.in_process import cluster_state
-from ...support.cluster.resharding import LEAVE_A, LEAVE_B, STAY, TENANTS, where
+from ...support.cluster.resharding import LEAVE_A, LEAVE_B, STAY, TENANTS, finished, where
 from ...support.faults import moving
 from ...support.faults.harness import State, assert_same_state, shared_driver
 from ...support.faults.moving import (
@@ -46,9 +45,7 @@ def test_only_those_move_that_must_and_all_go_on_as_if_they_had_not(
         assert after == {name: shards.map.owner(name) for name in TENANTS}
         assert (done.tenants, done.shard_map) == (len(moved), shards.map)
         assert shards.map.before is None and shards.map.version == 5
-        assert shards.add(turns[half:]) == []
-        shards.drain()
-    assert_same_state(cluster_state(tmp_path), expected)
+        assert_same_state(finished(shards, turns[half:]), expected)
 
 
 def test_thresholds_that_turns_told_move_with_them(
@@ -64,9 +61,7 @@ def test_thresholds_that_turns_told_move_with_them(
         half = len(turns) // 2
         assert shards.add(turns[:half]) == []
         reshard(shards.root, ["a", "b", "c"], shards.ask)
-        assert shards.add(turns[half:]) == []
-        shards.drain()
-    assert_same_state(cluster_state(tmp_path / "root"), expected)
+        assert_same_state(finished(shards, turns[half:]), expected)
 
 
 @pytest.mark.rarely(part=(1, 2, 3, 4, 5))
@@ -97,9 +92,7 @@ def test_cut_off_after_any_commit(part: int, turns: list[Turn], expected: State,
             resume(shards.root, shards.ask)
             assert shards.map.before is None and shards.map.shards in (("a", "b"), ("a", "b", "c")), name
             assert_stored(shards, turns, acked)
-            assert shards.add(turns) == []
-            shards.drain()
-        assert_same_state(cluster_state(root), expected)
+            assert_same_state(finished(shards, turns), expected)
 
 
 @pytest.mark.rarely(seed=(1, 2, 3, 4, 5))
@@ -138,9 +131,7 @@ def test_killed_again_and_again(
     assert kills > 3
     with Shards(tmp_path, policy=policy) as shards:
         assert shards.map.all_shards == ("a",)
-        assert shards.add(turns) == []
-        shards.drain()
-    assert_same_state(cluster_state(tmp_path), expected)
+        assert_same_state(finished(shards, turns), expected)
 
 
 def test_killed_by_the_system_at_random_moments(
@@ -164,9 +155,7 @@ def test_killed_by_the_system_at_random_moments(
     with Shards(root) as shards:
         assert shards.map.before is None and shards.map.shards == ("a", "b")
         assert_stored(shards, turns, acked)
-        assert shards.add(turns) == []
-        shards.drain()
-    assert_same_state(cluster_state(root), expected)
+        assert_same_state(finished(shards, turns), expected)
 
 
 def test_on_an_object_store(turns: list[Turn], tmp_path: Path, s3: dict[str, str]) -> None:
@@ -180,6 +169,4 @@ def test_on_an_object_store(turns: list[Turn], tmp_path: Path, s3: dict[str, str
         shards.crash()
     with Shards(root) as shards:
         assert resume(root, shards.ask).tenants > 0
-        assert shards.add(some[half:]) == []
-        shards.drain()
-    assert_same_state(cluster_state(root), alone(tmp_path, some))
+        assert_same_state(finished(shards, some[half:]), alone(tmp_path, some))

@@ -23,8 +23,7 @@ from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.location import StoreError
 from undertow.engine.tenants.migration_records import MoveError, NotYet
 
-from ...support.cluster.in_process import cluster_state
-from ...support.cluster.resharding import LEAVE_A, LEAVE_B, STAY, TURNS, advance, keys_of, where
+from ...support.cluster.resharding import LEAVE_A, LEAVE_B, STAY, TURNS, advance, finished, keys_of, where
 from ...support.engine import bytes_hold, settings_of, turn_of
 from ...support.faults.harness import State, assert_same_state
 from ...support.faults.moving import HASH_KEY, Killed, Shards, Strike, after_commits, ids_of
@@ -190,9 +189,7 @@ def test_two_that_resume_at_once_do_it_once(shards: Shards, turns: list[Turn], e
         except StaleMap:
             assert calls >= 5 * n + 1
         assert shards.map.before is None
-    shards.add(turns)
-    shards.drain()
-    assert_same_state(cluster_state(shards.root), expected)
+    assert_same_state(finished(shards, turns), expected)
 
 
 def test_who_comes_while_others_move_does_not_hold_the_move_up(shards: Shards) -> None:

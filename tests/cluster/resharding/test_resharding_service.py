@@ -18,8 +18,7 @@ from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.tenants.migration_records import InTransit, Moved
 
-from ...support.cluster.in_process import cluster_state
-from ...support.cluster.resharding import LEAVE_A, STAY, advance, begin_move, keys_of
+from ...support.cluster.resharding import LEAVE_A, STAY, advance, begin_move, finished, keys_of
 from ...support.engine import DeafLLM, HeldLLM
 from ...support.faults.harness import CHANGES, State, assert_same_state, reports
 from ...support.faults.moving import REPLIES, Killed, Shards, Strike, after_commits
@@ -128,9 +127,7 @@ def test_work_under_way_is_dropped_and_done_again_elsewhere(
     with Shards(root, policy=policy) as shards:
         resume(shards.root, shards.ask)
         assert not shards.engines["c"].idle, "what was undecided is taken up"
-        assert shards.add(turns) == []
-        shards.drain()
-    assert_same_state(cluster_state(root), expected)
+        assert_same_state(finished(shards, turns), expected)
 
 
 def test_what_a_dropped_job_has_cost_is_metered(tmp_path: Path, turns: list[Turn]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from undertow.bench.mock.llm import MockLLM
 from undertow.engine.api.engine import Engine
-from undertow.engine.api.transfer.export import ExportBroken, ExportTrailer
+from undertow.engine.api.transfer.export import ExportBroken
 from undertow.engine.api.transfer.import_ import TenantExists
 from undertow.engine.base.model import InputError, PolicyName
 from undertow.engine.base.queries import ImportCommand
@@ -27,19 +27,11 @@ from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.tenants import log
 from undertow.engine.tenants.registry import UnknownTenant
 
-from ...support.api.transfer import REPLIES, act, engine_at, exported, nameless, said, seen
+from ...support.api.transfer import REPLIES, act, engine_at, exported, nameless, resealed, said, seen
 from ...support.cluster.in_process import LocalShards, begin
 from ...support.cluster.in_process import settings as cluster_settings
 from ...support.engine import bytes_hold, rows_of, settings_of
 from ...support.faults.harness import THETA, Driver
-
-
-def resealed(records: Sequence[Report]) -> list[Report]:
-    """With the end that belongs to these records: as a forger would write it."""
-    seal = ExportTrailer()
-    for record in records[1:-1]:
-        seal.add(record)
-    return [*records[:-1], seal.end(records[0]["tenant"])]
 
 
 def place(record: Report) -> tuple[Any, ...]:

@@ -9,20 +9,10 @@ import orjson
 import pytest
 
 from undertow.engine.api.transfer import record_lines
-from undertow.engine.api.transfer.export import ExportTrailer
 from undertow.engine.api.transfer.record_lines import RecordLines
 from undertow.engine.base.model import InputError
-from undertow.engine.base.results import Report
 
-from ...support.api.transfer import engine_at, exported, said
-
-
-def body_of(records: list[Report]) -> bytes:
-    """The lines of an export, with the end that belongs to them: as a forger would write it."""
-    seal = ExportTrailer()
-    for record in records[1:-1]:
-        seal.add(record)
-    return b"\n".join(map(orjson.dumps, [*records[:-1], seal.end("ann")]))
+from ...support.api.transfer import engine_at, exported, resealed, said
 
 
 def test_an_import_holds_one_record_at_a_time_as_objects(tmp_path: Path) -> None:
@@ -32,7 +22,7 @@ def test_an_import_holds_one_record_at_a_time_as_objects(tmp_path: Path) -> None
     for record in records:
         if record["kind"] == "turn":
             record["metadata"] = {"a": [[]] * 20_000}
-    body = body_of(records)
+    body = b"\n".join(map(orjson.dumps, resealed(records)))
     del records
     with engine_at(tmp_path / "b") as there:
         tracemalloc.start()

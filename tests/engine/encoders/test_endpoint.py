@@ -18,9 +18,10 @@ from undertow.engine.encoders.endpoint import EndpointEncoder, in_parts, in_requ
 from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.encoders.outage import EncoderDown
+from undertow.serving.vllm.local_server import free_port
 
 from ...support.engine import NEVER, turns_of
-from ...support.llm_servers import free_port, odd_server, wait_until
+from ...support.llm_servers import odd_server, wait_until
 from ...support.service.scripted_server import Reply
 
 HASHED = HashingEncoder(32)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from undertow.engine.base.pacing import Pacing
 from undertow.engine.step.admission import Admission
 from undertow.engine.step.scheduler import Scheduler
-from undertow.engine.tenants.registry import ArenaFull
-from undertow.engine.tenants.tenant import Tenant
+from undertow.engine.tenants.registry import ArenaFull, TenantRegistry
 from undertow.engine.tenants.turn_columns import TurnColumns
+
+CallsOf = Callable[..., list[Any]]
 
 
 class Watched:
-    """What an engine's admission and settling did, counted."""
+    """What an engine's admission and settling did: counted, its steps and evictions listed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.attempts = self.failures = self.steps = 0
-        self.put_out: list[str] = []
-        admit, step, put_out = Admission.admit, Scheduler.begin_step, Scheduler._evict
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, calls_of: CallsOf) -> None:
+        self.attempts = self.failures = 0
+        self.steps = calls_of(Scheduler, "begin_step", lambda *_, **__: None)
+        self.put_out: list[str] = calls_of(Scheduler, "_evict", lambda _, tenant: tenant.name)
+        admit = Admission.admit
 
         def watched_admit(admission: Admission, turns: TurnColumns) -> object:
             self.attempts += 1
@@ -28,21 +32,15 @@ class Watched:
                 self.failures += 1
                 raise
 
-        def watched_step(
-            scheduler: Scheduler, wait_s: float, *, storing: bool, pacing: Pacing | None
-        ) -> None:
-            self.steps += 1
-            step(scheduler, wait_s, storing=storing, pacing=pacing)
-
-        def watched_put_out(scheduler: Scheduler, tenant: Tenant) -> None:
-            self.put_out.append(tenant.name)
-            put_out(scheduler, tenant)
-
         monkeypatch.setattr(Admission, "admit", watched_admit)
-        monkeypatch.setattr(Scheduler, "begin_step", watched_step)
-        monkeypatch.setattr(Scheduler, "_evict", watched_put_out)
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    return Watched(monkeypatch)
+def watched(monkeypatch: pytest.MonkeyPatch, calls_of: CallsOf) -> Watched:
+    return Watched(monkeypatch, calls_of)
+
+
+@pytest.fixture
+def evicted(calls_of: CallsOf) -> list[str]:
+    """The tenants that are evicted from now on, in order."""
+    return calls_of(TenantRegistry, "evict", lambda _, name: name)

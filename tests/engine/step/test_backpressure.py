@@ -35,7 +35,6 @@ from ...support.engine import (
     RecordingLLM,
     ingest,
     interleaved,
-    note_evictions,
     open_engine,
     put,
     read_back,
@@ -113,7 +112,7 @@ def test_room_that_nobody_waits_for_any_more_is_not_waited_for(
 
 
 def test_tenants_at_rest_stay_while_others_are_taken_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evicted: list[str]
 ) -> None:
     """Room is made when it is needed: what is read often is not put out for one tenant that is behind."""
     with open_engine(tmp_path, None, **ALONE) as engine:
@@ -125,7 +124,7 @@ def test_tenants_at_rest_stay_while_others_are_taken_up(
     with Engine(tmp_path, Settings(device="cpu", **ALONE), ENCODER, llm=HeldLLM()) as engine:
         for n in range(30):
             assert engine.search(f"read{n}", "word0").turns
-        evicted = note_evictions(monkeypatch)
+        evicted.clear()
         engine.take_up(["old"])
         assert engine.scheduler.decisions.is_active("old")
         assert not evicted
@@ -140,7 +139,7 @@ def test_a_caller_waits_for_replies_without_spinning(
         for n in range(6):
             engine.add_batch(turns_of(f"first{n}", 1))
         assert llm.in_flight == 6
-        before, began_s = watched.steps, time.monotonic()
+        before, began_s = len(watched.steps), time.monotonic()
         stored = threading.Event()
 
         def release_now_and_then() -> None:
@@ -155,7 +154,8 @@ def test_a_caller_waits_for_replies_without_spinning(
         assert [receipt.tenant for receipt in receipts] == [f"new{n}" for n in range(12)]
         assert watched.failures >= 1
         waits = (time.monotonic() - began_s) / WAIT_FOR_REPLY_S
-        assert 0 < watched.steps - before <= waits + 30, "one for each turn and reply, and those that wait"
+        steps = len(watched.steps) - before
+        assert 0 < steps <= waits + 30, "one for each turn and reply, and those that wait"
 
 
 def test_flush_and_erase_of_tenants_that_wait_to_be_taken_up(
@@ -233,7 +233,7 @@ def test_files_are_fed_through_a_full_pool(
 
 
 def test_tenants_in_memory_but_at_no_work_make_room_for_a_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evicted: list[str]
 ) -> None:
     """Read while undecided, by an engine that has not taken them up: they are no reason to refuse."""
     with open_engine(tmp_path, None, **ALONE) as engine:
@@ -242,7 +242,7 @@ def test_tenants_in_memory_but_at_no_work_make_room_for_a_batch(
     with Engine(tmp_path, Settings(device="cpu", **ALONE), ENCODER) as engine:
         for n in range(12):
             engine.search(f"t{n}", "word1")
-        evicted = note_evictions(monkeypatch)
+        evicted.clear()
         assert len(engine.add_batch([turn for n in range(10) for turn in turns_of(f"new{n}", 1)])) == 10
         assert evicted
 

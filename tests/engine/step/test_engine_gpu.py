@@ -24,7 +24,7 @@ from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.readers import read
 from undertow.kernels.arena.row_codes import code_bytes
 
-from ...support.engine import RecordingLLM, Run, assert_same, ingest, note_evictions, opened, read_back
+from ...support.engine import RecordingLLM, Run, assert_same, ingest, opened, read_back
 from .test_eviction import use_pool
 
 ROOT = Path(__file__).parents[3]
@@ -115,9 +115,9 @@ def test_what_is_decided_is_what_the_host_decides(
     expected: tuple[Run, list[object]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    evicted: list[str],
 ) -> None:
-    settings, evicted = on_pool(monkeypatch, rows), note_evictions(monkeypatch)
-    found, figures_found = run(tmp_path, settings, locomo)
+    found, figures_found = run(tmp_path, on_pool(monkeypatch, rows), locomo)
     assert_same(found, expected[0])
     assert figures_found == expected[1]
     if rows == SMALL:

@@ -35,7 +35,6 @@ from ...support.engine import (
     engine_run,
     ingest,
     interleaved,
-    note_evictions,
     opened,
     oracle_run,
     read_back,
@@ -249,9 +248,8 @@ def test_tenants_put_out_of_memory_and_taken_back(
     expected: Run,
     options: dict[str, Any],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    evicted: list[str],
 ) -> None:
-    evicted = note_evictions(monkeypatch)
     llm = RecordingLLM(REPLIES)
     turns = {name: locomo[name] for name in MIDDLE}
     small = settings_of(**options).model_copy(update={"arena_bytes": 1 << 19})

@@ -37,7 +37,6 @@ from ...support.engine import (
     assert_same,
     ingest,
     interleaved,
-    note_evictions,
     open_engine,
     put,
     read_back,
@@ -62,11 +61,6 @@ class ReadableArena(Arena):
 
     def take(self, handles: ArrayLike) -> NDArray[np.float16]:
         return self.vector16(handles)
-
-
-@pytest.fixture
-def evicted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    return note_evictions(monkeypatch)
 
 
 def use_pool(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -219,8 +220,8 @@ def test_an_answer_that_is_let_go_between_its_calls_asks_no_more_and_is_metered_
 
 def test_a_whole_answer_that_is_called_off_between_its_calls_asks_no_more(tmp_path: Path) -> None:
     llm = HeldLLM(Judging())
-    shard = Shard(begin(tmp_path, 1), "s0", settings(**BEST), EngineParts(llm=lambda _: llm))
-    try:
+    parts = EngineParts(llm=lambda _: llm)
+    with closing(Shard(begin(tmp_path, 1), "s0", settings(**BEST), parts)) as shard:
         told(shard, llm)
         before = len(llm.prompts["ann"])
         answer = shard.ask(AnswerQuery("ann", QUESTION))
@@ -232,8 +233,6 @@ def test_a_whole_answer_that_is_called_off_between_its_calls_asks_no_more(tmp_pa
         wait_until(second.cancelled)
         assert shard.ask(TenantUsageQuery("ann")).result(SOON_S)["sufficiency"]["calls"] == 1
         assert [p.operation for p in llm.prompts["ann"][before:]] == ["sufficiency", "sufficiency"]
-    finally:
-        shard.close()
 
 
 def test_a_budget_has_room_for_every_call_of_an_answer() -> None:
@@ -404,8 +403,8 @@ def test_replies_to_an_erased_life_leave_nothing_in_the_next_one(heard: bool, tm
 @pytest.mark.parametrize("again", [True, False])
 def test_a_shard_tells_who_asked_an_erased_tenant(again: bool, tmp_path: Path) -> None:
     llm = DeafLLM(Judging())
-    shard = Shard(begin(tmp_path, 1), "s0", settings(**LEARNING), EngineParts(llm=lambda _: llm))
-    try:
+    parts = EngineParts(llm=lambda _: llm)
+    with closing(Shard(begin(tmp_path, 1), "s0", settings(**LEARNING), parts)) as shard:
         token = told(shard, llm)
         before = len(llm.prompts["ann"])
         answer = shard.ask(AnswerQuery("ann", QUESTION))
@@ -420,5 +419,3 @@ def test_a_shard_tells_who_asked_an_erased_tenant(again: bool, tmp_path: Path) -
             answer.result(SOON_S)
         assert "sufficiency" not in shard.ask(UsageQuery()).result(SOON_S)
         assert [p.operation for p in llm.prompts["ann"][before:]] == ["sufficiency", "sufficiency"]
-    finally:
-        shard.close()

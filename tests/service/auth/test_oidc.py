@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hmac
 import json
-import threading
 import time
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
-from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from undertow.serving.http.service_settings import ServiceSettings
 
 from ...support.llm_servers import wait_until
 from ...support.service.http import Running, at, is_problem, said, serving
+from ...support.service.scripted_server import Reply, Seen, served
 
 AUDIENCE = "https://memories.example"
 WRITER = {"undertow_tenants": ["ann"], "scope": "openid undertow:read undertow:write"}
@@ -40,28 +39,20 @@ class Issuer:
         self.odd: list[Any] = []
         self.moved: str | None = None
         self.answers, self.reads = True, 0
-        issuer = self
+        self._open = ExitStack()
+        self.url = self._open.enter_context(served(self._answer)).url
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                issuer.reads += self.path != "/jwks"
-                keys = [key.as_dict(private=False) for key in issuer.keys.values()]
-                described = {"issuer": issuer.url, "jwks_uri": issuer.moved or f"{issuer.url}/jwks"}
-                documents = {
-                    "/.well-known/openid-configuration": described,
-                    "/jwks": {"keys": [*issuer.odd, *keys]},
-                }
-                body = json.dumps(documents[self.path]).encode()
-                self.send_response(200 if issuer.answers else 500)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+    def _answer(self, asked: Seen) -> Reply:
+        self.reads += asked.path != "/jwks"
+        keys = [key.as_dict(private=False) for key in self.keys.values()]
+        documents = {
+            "/.well-known/openid-configuration": {
+                "issuer": self.url,
+                "jwks_uri": self.moved or f"{self.url}/jwks",
+            },
+            "/jwks": {"keys": [*self.odd, *keys]},
+        }
+        return Reply.of(documents[asked.path], 200 if self.answers else 500)
 
     def key(self, kid: str, kind: str = "RSA") -> Any:
         """A new key, which it names from now on."""
@@ -90,8 +81,7 @@ class Issuer:
         return jwt.encode({"alg": alg, "kid": key.kid, **(header or {})}, body, key, algorithms=[alg])
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._open.close()
 
 
 @pytest.fixture(scope="module")

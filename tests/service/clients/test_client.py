@@ -45,11 +45,6 @@ FOUND: dict[str, Any] = {"results": [], "recall": 1.0}
 MEMORY = {"id": "1", "kind": "turn", "memory": "m", "timestamp": None}
 
 
-@pytest.fixture(params=["sync", "async"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 def problem(status: int, slug: str = "any", detail: str = "Do otherwise.", **more: Any) -> Reply:
     document = {"type": f"urn:undertow:error:{slug}", "title": "T", "status": status, "detail": detail}
     return Reply.of({**document, **more}, status)

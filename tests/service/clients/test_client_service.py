@@ -15,11 +15,6 @@ BOAT = "the boat needs new planks before summer"
 KNEE = "my knee hurts when I run along the estuary"
 
 
-@pytest.fixture(params=["sync", "async"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 def client(running: Running, kind: str) -> Iterator[Driven]:
     with driven(kind, running.url, running.key()) as opened:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,8 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def brokers() -> Iterator[MockKafka]:
-    kafka = MockKafka()
-    try:
+    with closing(MockKafka()) as kafka:
         yield kafka
-    finally:
-        kafka.close()
 
 
 @pytest.fixture

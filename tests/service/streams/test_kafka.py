@@ -16,6 +16,7 @@ from undertow.serving.streams.kafka import KafkaSource
 
 from ...support.cli import Ran, run
 from ...support.cluster.processes import Command
+from ...support.llm_servers import wait_until
 from ...support.service.streams import (
     TENANTS,
     MockKafka,
@@ -26,7 +27,6 @@ from ...support.service.streams import (
     stored,
     stream_of,
     turns_in,
-    wait_for,
 )
 
 TOPICS = (f"chat-{n}" for n in itertools.count())
@@ -66,14 +66,8 @@ def test_a_topic_is_stored_as_a_file_is_and_again_changes_nothing(brokers: MockK
 def test_kills_at_random_moments_lose_and_double_nothing(brokers: MockKafka, tmp_path: Path) -> None:
     topic, lines = next(TOPICS), stream_of(1_200)
     store = tmp_path / "s"
-
-    def begin(n: int) -> Command:
-        command = arguments(brokers, topic, store)
-        return Command(
-            tmp_path / f"killed-{n}", *command, UNDERTOW_BATCH_TURNS="8", UNDERTOW_DURABILITY="fsync"
-        )
-
-    assert kill_at_random(partial(brokers.add, topic), begin, store, lines, kills=3, seed=2) >= 1
+    command = arguments(brokers, topic, store)
+    assert kill_at_random(partial(brokers.add, topic), command, store, lines, seed=2) >= 1
     assert consumed(brokers, topic, store).code == 0
     assert sum(brokers.committed(topic, "g").values()) == len(lines)
     assert stored(store) == ingested(tmp_path, lines)
@@ -181,14 +175,14 @@ def test_a_rebalance_loses_doubles_and_reorders_nothing(brokers: MockKafka, shar
     producer = threading.Thread(target=produce)
     producer.start()
     first = Member(brokers, topic, shared)
-    wait_for(lambda: first.consumer.report.read > 100)
+    wait_until(lambda: first.consumer.report.read > 100)
     second = Member(brokers, topic, shared)
-    wait_for(lambda: second.consumer.report.read > 50)
+    wait_until(lambda: second.consumer.report.read > 50)
     assert first.source.partitions and second.source.partitions
     assert first.source.partitions.isdisjoint(second.source.partitions)
     first.end()
     producer.join()
-    wait_for(lambda: sum(brokers.committed(topic, "g").values()) == len(lines))
+    wait_until(lambda: sum(brokers.committed(topic, "g").values()) == len(lines))
     second.end()
     for name in names:
         assert shared.said(name) == said(lines, name)
@@ -200,13 +194,13 @@ def test_a_full_store_pauses_the_member_which_stays_in_its_group(brokers: MockKa
     brokers.add(topic, lines[:60])
     shared.full = 10**6
     member = Member(brokers, topic, shared)
-    wait_for(lambda: shared.full < 10**6 - 10)
+    wait_until(lambda: shared.full < 10**6 - 10)
     assigned = member.source.partitions
     time.sleep(5)  # longer than a session
     brokers.add(topic, lines[60:])
     assert member.source.partitions == assigned and not brokers.committed(topic, "g")
     shared.full = 0
-    wait_for(lambda: sum(brokers.committed(topic, "g").values()) == len(lines))
+    wait_until(lambda: sum(brokers.committed(topic, "g").values()) == len(lines))
     member.end()
     report = member.consumer.report
     assert (report.read, report.stored, report.already_there) == (len(lines), len(lines), 0)

@@ -13,6 +13,7 @@ import orjson
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.policy_change import PolicyConflict
+from undertow.engine.api.transfer.export import ExportTrailer
 from undertow.engine.base.memory_api import MemoryApi
 from undertow.engine.base.model import Message, Turn
 from undertow.engine.base.results import Report
@@ -51,6 +52,14 @@ def exported(engine: MemoryApi, tenant: str, *, limit: int = 1000, vectors: bool
         records += [orjson.loads(orjson.dumps(item)) for item in page.items]
         if (after := page.after) is None:
             return records
+
+
+def resealed(records: Sequence[Report]) -> list[Report]:
+    """With the end that belongs to these records: as a forger would write it."""
+    seal = ExportTrailer()
+    for record in records[1:-1]:
+        seal.add(record)
+    return [*records[:-1], seal.end(records[0]["tenant"])]
 
 
 def nameless(records: Sequence[Report], *names: str) -> bytes:

@@ -10,7 +10,9 @@ from typing import Any
 
 from undertow.bench.mock.llm import MockLLM
 from undertow.bench.mock.replies import Messages, MockReplies
+from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.base.config import Settings
+from undertow.engine.base.model import Turn
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.routing.errors import ShardExited, ShardGone
 from undertow.engine.cluster.shard.shard import Shard
@@ -22,7 +24,8 @@ from undertow.engine.llm.client import LLMClient
 from undertow.engine.storage.journal import Fenced
 from undertow.engine.storage.location import Location
 
-from ..faults.harness import PARKING, RATES, THETA, State, end_state
+from ..engine import interleaved
+from ..faults.harness import PARKING, RATES, THETA, State, end_state, turns_of, write_log
 
 ENCODER = "hash:384"
 
@@ -118,9 +121,7 @@ class LocalCalls:
             await asyncio.sleep(0.005)
         shard = self._shards.shard(self._name)
         future = shard.call(method, *args)
-        while not future.done():
-            if self._shards.running.get(self._name) is not shard:
-                raise ShardGone(f"shard {self._name} was killed")
+        while not future.done() and self._shards.running.get(self._name) is shard:
             await asyncio.sleep(0.001)
         if self._shards.running.get(self._name) is not shard:
             raise ShardGone(f"shard {self._name} was killed")
@@ -129,6 +130,15 @@ class LocalCalls:
         except Fenced:  # by a zombie that was slow to open: an actor ends itself then
             self._shards.kill(self._name)
             raise ShardExited(f"shard {self._name} was fenced") from None
+
+
+def one_engine_s(folder: Path, settings: Settings) -> tuple[list[Turn], State]:
+    """A line of turns of five tenants, and what one engine with the settings' LLM server makes of it."""
+    turns = turns_of(write_log(folder / "log.jsonl", [f"tenant-{n}" for n in range(5)], 26))
+    with Engine(folder / "plain", settings, HashingEncoder(384), llm=make_llm(settings)) as engine:
+        engine.add_batch([turn for of_tenant in turns.values() for turn in of_tenant])
+        assert engine.drain()
+    return interleaved(turns, 4), end_state(folder / "plain")
 
 
 def cluster_state(root: Location | Path) -> State:

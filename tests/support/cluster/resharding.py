@@ -8,7 +8,8 @@ from pathlib import Path
 from undertow.engine.base.model import PolicyName, Turn
 from undertow.engine.cluster.shard_map import publish
 
-from ...support.faults.harness import turns_of
+from ...support.cluster.in_process import cluster_state
+from ...support.faults.harness import State, turns_of
 from ...support.faults.moving import Shards
 
 # the tenants of shards a and b, and those that a third shard c takes from each
@@ -46,6 +47,14 @@ def advance(shards: Shards) -> None:
     """Publish the next phase."""
     publish(shards.root, shards.map.after())
     adopt(shards)
+
+
+def finished(shards: Shards, turns: Sequence[Turn]) -> State:
+    """What they have stored once these turns are in, all is decided and they are closed."""
+    assert shards.add(turns) == []
+    shards.drain()
+    shards.close()
+    return cluster_state(shards.root)
 
 
 def keys_of(shards: Shards, names: Sequence[str]) -> list[str]:

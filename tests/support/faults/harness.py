@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -101,11 +101,8 @@ def end_state(store: Path | Location) -> State:
 
 @contextmanager
 def reports(store: Path | Location) -> Iterator[Reports]:
-    journal = Journal.open(store, writable=False)
-    try:
+    with closing(Journal.open(store, writable=False)) as journal:
         yield Reports(journal)
-    finally:
-        journal.close()
 
 
 def assert_same_state(state: State, expected: State) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,12 +25,17 @@ from undertow.engine.base.model import UndertowError
 from undertow.engine.base.results import TableReport
 from undertow.engine.storage.journal import Journal
 from undertow.engine.tenants.registry import ArenaFull
+from undertow.serving.vllm.local_server import free_port
 
 from ..cli import TOPICS, contents, run, turn_line, write_log
 from ..cluster.processes import Command
+from ..llm_servers import wait_until
 
 WAIT_S = 60.0
 TENANTS = ("ada", "bo", "cy")
+KILLS = 3
+# so that a kill falls between two commits
+SLOWLY = {"UNDERTOW_BATCH_TURNS": "8", "UNDERTOW_DURABILITY": "fsync"}
 # The cluster lives as long as its process's standard input is open. Its first rebalance waits for members for
 # three seconds by default, which Python's interface cannot change.
 MOCK = """
@@ -63,9 +67,7 @@ class RedisServer:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         self._folder = folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.client = required("redis").Redis(port=self.port)
         self.start()
 
@@ -79,7 +81,7 @@ class RedisServer:
         command = [program, "--port", str(self.port), "--bind", "127.0.0.1", *files]
         with (self._folder / "log.txt").open("a") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        wait_for(self._answers)
+        wait_until(self._answers)
 
     def _answers(self) -> bool:
         assert self.process.poll() is None, (self._folder / "log.txt").read_text()
@@ -137,26 +139,21 @@ class MockKafka:
     def all_of(self, topic: str, count: int) -> list[Any]:
         """The first `count` messages of a topic, by a reader of its own."""
         settings = {"bootstrap.servers": self.brokers, "group.id": f"reader-{time.monotonic()}"}
-        reader = self._kafka.Consumer({**settings, "auto.offset.reset": "earliest"})
-        try:
+        with closing(self._kafka.Consumer({**settings, "auto.offset.reset": "earliest"})) as reader:
             reader.subscribe([topic])
             found: list[Any] = []
             until_s = time.monotonic() + WAIT_S
             while len(found) < count and time.monotonic() < until_s:
                 found += [message for message in reader.consume(count, 0.2) if message.error() is None]
-        finally:
-            reader.close()
         return found
 
     def committed(self, topic: str, group: str) -> dict[int, int]:
         """The group's next offset in each partition that has one."""
-        reader = self._kafka.Consumer({"bootstrap.servers": self.brokers, "group.id": group})
-        try:
+        place = {"bootstrap.servers": self.brokers, "group.id": group}
+        with closing(self._kafka.Consumer(place)) as reader:
             partitions = reader.list_topics(topic, timeout=WAIT_S).topics[topic].partitions
             asked = [self._kafka.TopicPartition(topic, n) for n in partitions]
             return {p.partition: p.offset for p in reader.committed(asked, timeout=WAIT_S) if p.offset >= 0}
-        finally:
-            reader.close()
 
     def refuse_a_commit(self) -> None:
         """Answer the next one of offsets as in a rebalance."""
@@ -229,19 +226,17 @@ def ingested(folder: Path, lines: Sequence[Any], tenants: Sequence[str] = TENANT
 
 def kill_at_random(
     send: Callable[[Sequence[Any]], object],
-    begin: Callable[[int], Command],
+    command: Sequence[str | Path],
     store: Path,
     lines: Sequence[Any],
-    *,
-    kills: int,
     seed: int,
 ) -> int:
     """Send records in parts, and SIGKILL a consumer at each while it stores. How many it left half stored."""
-    rng, midway, size = random.Random(seed), 0, len(lines) // kills
-    for n in range(kills):
-        send(lines[n * size : (n + 1) * size if n + 1 < kills else None])
+    rng, midway, size = random.Random(seed), 0, len(lines) // KILLS
+    for n in range(KILLS):
+        send(lines[n * size : (n + 1) * size if n + 1 < KILLS else None])
         before = turns_in(store)
-        with begin(n) as running:
+        with Command(store.parent / f"killed-{n}", *command, **SLOWLY) as running:
             running.wait_until(lambda before=before: turns_in(store) > before)  # type: ignore[misc]
             time.sleep(rng.uniform(0, 0.1))
             assert running.running, running.err
@@ -254,10 +249,3 @@ def turns_in(store: Path) -> int:
     with suppress(UndertowError, OSError), closing(Journal.open(store, writable=False)) as journal:
         return sum(int(tenant["turns"]) for tenant in Reports(journal).tenant_sizes())
     return 0
-
-
-def wait_for(holds: Any) -> None:
-    until_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < until_s, "waited in vain"
-        time.sleep(0.02)

@@ -31,6 +31,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from undertow.serving.vllm.local_server import free_port
+
 from ..cluster.forked import FORKS, ROOT, Forked, fork, settle
 from .blocks import SHELL, Block
 
@@ -123,9 +125,7 @@ class Terminal:
 
     def _port(self, port: str) -> str:
         if port not in self._ports:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                self._ports[port] = str(free.getsockname()[1])
+            self._ports[port] = str(free_port())
             if port == SERVICE and not self._own_service:
                 for words in (["keys", "create", "--all-tenants", *ALL_SCOPES], ["serve", "--llm", "off"]):
                     files = (self._env, self._out, self._err, self.folder)

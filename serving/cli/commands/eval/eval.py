@@ -161,7 +161,7 @@ def evaluate(
     name = _known(policy)
     at = {"llm": "off" if evidence_only else llm, "model": llm_model, "encoder": encoder}
     settings = _settings(name, ablation, **at, **asdict(thresholds), answer_style=answer_style)
-    samples = _samples(data, benchmark, settings, only)
+    samples = chosen_samples(data, benchmark, settings, only)
     chosen = None if only is None else tuple(sample.tenant for sample in samples)
     if evidence_only:
         what = (benchmark, data, tuple(samples), name, settings, None, out or Path(f"eval-{benchmark}"))
@@ -219,12 +219,6 @@ def _settings(policy: str, ablation: str | None, **flags: Any) -> Settings:
     return settings if ablation is None else _ablated(settings, policy, ablation)
 
 
-def _samples(data: Path, benchmark: Benchmark, settings: Settings, only: list[str] | None) -> list[Sample]:
-    from undertow.bench.quality.datasets import load
-
-    return chosen_samples(list(load(data, benchmark, settings.max_message_bytes)), only)
-
-
 def _known(policy: str | None) -> str:
     from undertow.bench.quality.systems.registry import DEFAULT, SYSTEMS
 
@@ -276,7 +270,13 @@ def _judge_settings(
     return judge
 
 
-def chosen_samples(samples: list[Sample], only: list[str] | None) -> list[Sample]:
+def chosen_samples(
+    data: Path, benchmark: Benchmark, settings: Settings, only: list[str] | None
+) -> list[Sample]:
+    """All samples of a file, or those that are named. InputError; WrongUsage: one is not there."""
+    from undertow.bench.quality.datasets import load
+
+    samples = list(load(data, benchmark, settings.max_message_bytes))
     if unknown := set(only or ()) - {s.tenant for s in samples}:
         names = ", ".join(s.tenant for s in samples[:20])
         raise WrongUsage(f"--sample {sorted(unknown)[0]!r:.80}: the file has {names}.")

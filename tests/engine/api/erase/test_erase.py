@@ -272,6 +272,13 @@ def test_a_deletion_of_an_erased_life_takes_no_version_from_the_next(tmp_path: P
     assert versions_of_second_life(tmp_path / "store") == alone
 
 
+def killed(driver: Driver, store: Path, marked: Marked, policy: PolicyName, **kill: object) -> None:
+    """Erase the tenant in a process that is killed at a call of the journal."""
+    settings = {**SETTINGS, "policy": policy}
+    outcome = driver.run(task="erase", store=store, tenant=marked.name, settings=settings, kill=kill)
+    assert outcome.status == -signal.SIGKILL and not outcome.lines
+
+
 @pytest.mark.parametrize(
     ("method", "n", "after", "policy"),
     [
@@ -289,14 +296,7 @@ def test_a_kill_between_tombstone_and_certificate(
 ) -> None:
     before, vectors, rows = end_state(store), vectors_of(store, marked.name), count_rows(store, marked.name)
     ids = ids_of(store, marked.name)
-    outcome = driver.run(
-        task="erase",
-        store=store,
-        tenant=marked.name,
-        settings={**SETTINGS, "policy": policy},
-        kill={"method": method, "n": n, "after": after},
-    )
-    assert outcome.status == -signal.SIGKILL and not outcome.lines
+    killed(driver, store, marked, policy, method=method, n=n, after=after)
     with opened(store, policy=policy) as engine:
         assert_gone(engine, store, marked, ids)
         (certificate,) = engine.purge().values()
@@ -307,12 +307,5 @@ def test_a_kill_between_tombstone_and_certificate(
 
 def test_a_kill_before_the_tombstone_erases_nothing(store: Path, marked: Marked, driver: Driver) -> None:
     before = end_state(store)
-    outcome = driver.run(
-        task="erase",
-        store=store,
-        tenant=marked.name,
-        settings=SETTINGS,
-        kill={"method": "append", "n": 1, "after": False},
-    )
-    assert outcome.status == -signal.SIGKILL
+    killed(driver, store, marked, "recmem", method="append", n=1, after=False)
     assert end_state(store) == before
