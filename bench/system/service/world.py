@@ -161,8 +161,7 @@ class Conversations(World):
 
     def exchanges(self) -> Iterator[tuple[str, str, str]]:
         for turn in copies(LOCOMO, self.tenants):
-            asked, answered = [*(message.content for message in turn.messages), ""][:2]
-            yield turn.tenant, asked, answered
+            yield turn.tenant, turn.messages[0].content, "".join(m.content for m in turn.messages[1:])
 
     def requests(self, url: str, key: str, count: int, *, add_share: float, seed: int) -> list[Request]:
         later = list(islice(self.exchanges(), self.tenants * self.turns, None))
