@@ -73,10 +73,10 @@ class Mem0:
         dated = {"metadata": {"date": date}, "prompt": _OBSERVED.format(date=date)} if date else {}
         self._memory.add(said(messages, date), user_id=tenant, **dated)
 
-    def add_as_is(self, tenant: str, messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-        """Store each message with its vector, without an LLM call."""
-        added: list[dict[str, Any]] = self._memory.add(list(messages), user_id=tenant, infer=False)["results"]
-        return added
+    def learned(self, tenant: str, messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+        """Take in one exchange as it is, and return the memories made of it."""
+        made: list[dict[str, Any]] = self._memory.add(list(messages), user_id=tenant)["results"]
+        return made
 
     def search(self, tenant: str, query: str, count: int) -> list[dict[str, Any]]:
         found = self._memory.search(query, top_k=count, filters={"user_id": tenant})["results"]

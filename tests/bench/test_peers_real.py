@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 
@@ -18,7 +19,7 @@ from undertow.bench.peers.process import PYTHON, PeerError, PeerProcess, added, 
 from undertow.bench.peers.throughput import drive
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.systems.peer import PeerSystem
-from undertow.bench.system.service.mem0 import Mem0Service
+from undertow.bench.system.service.mem0 import Mem0Service, llm_part
 from undertow.bench.system.service.parts import Filled, Mix
 from undertow.bench.system.service.world import World
 from undertow.engine.base.config import Settings
@@ -170,12 +171,18 @@ def test_a_runner_outlives_its_asker_by_seconds_only(tmp_path: Path) -> None:
             runner.wait()
 
 
-def test_mem0_behind_its_wrapper_takes_the_requests_of_the_service_benchmark(tmp_path: Path) -> None:
-    """Without any LLM server: an add that asked one would fail."""
+def test_mem0_behind_its_wrapper_takes_the_requests_of_the_service_benchmark(
+    url: str, tmp_path: Path
+) -> None:
+    """Each add calls the LLM once. An error that mem0 logs and passes over is no success."""
     world = World(turns=2, tenants=2)
-    filled = Filled.make(Mem0Service(world), world, tmp_path / "filled")
+    filled = Filled.make(Mem0Service(url), world, tmp_path / "filled")
     with filled.loaded(Mix(1, 1), "commit") as load:
         outcome, figures = load.at_rate(10.0, 2.0)
     assert set(outcome.statuses) == {200}
     assert all(len(ids) for ids in outcome.acknowledged().values())
     assert figures["service_cpu_ms_per_request"] > 0
+    told = llm_part(filled, Mix(1, 0), "commit", seconds=2.0, rate=10.0, llm=url)
+    assert told["open_loop"]["statuses"] == {"200": told["until_decided"]["llm_calls"]}
+    with odd_server(lambda *_: (200, completion("no JSON"))) as odd, pytest.raises(HTTPError, match="500"):
+        Filled.make(Mem0Service(odd), world, tmp_path / "odd")

@@ -11,14 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from undertow.bench.machine import LOCOMO
+from undertow.bench.mock.server import spawn_server
 from undertow.bench.system.service import closed_loop
 from undertow.bench.system.service.__main__ import name_of, parser
 from undertow.bench.system.service.compare import COMPARED, ratios
 from undertow.bench.system.service.hostile import TENANT, about, attacks, erasures, filled_tenant
+from undertow.bench.system.service.mem0 import llm_part
 from undertow.bench.system.service.open_loop import Answer, Caller, Outcome, arrivals, run_loop
-from undertow.bench.system.service.parts import Mix, _missing, holds, recovery
+from undertow.bench.system.service.parts import Filled, Mix, _missing, holds, recovery
 from undertow.bench.system.service.served import Checkout, counted
-from undertow.bench.system.service.world import Request, World
+from undertow.bench.system.service.world import Conversations, Request, World
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn, UndertowError
@@ -66,6 +69,15 @@ def test_a_world_whose_topics_recur_is_refused(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.jsonl", [turn_line("ann", n, "the same words") for n in range(9)])
     with pytest.raises(UndertowError, match="--theta-count"):
         Checkout().fill(log, tmp_path / "store")
+
+
+@pytest.mark.skipif(not LOCOMO.exists(), reason=f"{LOCOMO} is not there")
+def test_with_an_llm_topics_recur_and_all_is_decided(tmp_path: Path) -> None:
+    with spawn_server() as llm:
+        filled = Filled.make(Checkout(llm=llm), Conversations(turns=120, tenants=2), tmp_path / "filled")
+        told = llm_part(filled, Mix(1, 0), "commit", seconds=2.0, rate=30.0, llm=llm)["until_decided"]
+    assert filled.figures["consolidations"] and told["llm_calls"]
+    assert told["stored_turns"] == told["decisions"] > 0 == told["undecided_turns"]
 
 
 def test_requests_have_their_share_of_adds_and_texts_of_their_own() -> None:
@@ -160,7 +172,8 @@ undertow_decisions_total{decision="fired",shard="0"} 3.0
 undertow_undecided_turns{shard="0"} 1.0
 undertow_blocked_tenants{shard="0"} 0.0
 """
-    assert counted(metrics) == {"stored_turns": 7, "decisions": 7, "undecided_turns": 1, "blocked_tenants": 0}
+    states = {"undecided_turns": 1, "blocked_tenants": 0}
+    assert counted(metrics) == {"stored_turns": 7, "decisions": 7, "consolidations": 3, **states}
 
 
 def test_ratios_are_of_pairs_of_runs() -> None:

@@ -8,7 +8,8 @@
 
 The service runs as `undertow serve` in a process of its own, without an LLM and with the hashing encoder,
 over a store that was filled before. Every turn is decided, which the run checks. The requests come
-over loopback from this process, or from wrk, on the same machine. Ends in one JSON line.
+over loopback from this process, or from wrk, on the same machine. Ends in one JSON line. `--mem0`: topics
+recur, and both services have a mock LLM (see mem0.py).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from undertow.bench.machine import ROOT, commit, describe
 from undertow.bench.system.parts import load_averages, run_parts
@@ -28,7 +29,7 @@ from undertow.bench.system.service.background import background_part
 from undertow.bench.system.service.closed_loop import CONNECTIONS
 from undertow.bench.system.service.compare import compare
 from undertow.bench.system.service.hostile import hostile_part
-from undertow.bench.system.service.mem0 import SMALL, Mem0Service
+from undertow.bench.system.service.mem0 import LLM_LATENCY_S, SMALL, Mem0Service, llm_part
 from undertow.bench.system.service.parts import (
     Figures,
     Filled,
@@ -41,6 +42,7 @@ from undertow.bench.system.service.parts import (
 )
 from undertow.bench.system.service.served import Checkout
 from undertow.bench.system.service.world import SIZES, World
+from undertow.bench.system.throughput import MOCK_REFUSALS, mock_llm
 from undertow.engine.base.model import UndertowError
 
 PARTS = ("cost", "rate", "overload", "hostile", "background", "memory", "kill")
@@ -58,12 +60,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seconds", type=float, default=15.0, help="of each stretch")
     made.add_argument("--memory-seconds", type=float, default=300.0)
     made.add_argument(
-        "--theta-count", type=int, default=1_000, help="so that nothing waits for an LLM, which is off"
+        "--theta-count", type=int, default=1_000, help="so that nothing waits for an LLM, if it is off"
     )
     made.add_argument("--against", type=Path, metavar="DIR", help="another checkout with its own .venv")
-    made.add_argument(
-        "--mem0", action="store_true", help=f"beside mem0ai, {SMALL.tenants} tenants of 20 turns"
-    )
+    made.add_argument("--mem0", action="store_true", help="beside mem0ai, both with a mock LLM")
     made.add_argument("--workers", type=int, help="a service of so many, beside one of a single process")
     made.add_argument("--connections", type=int, default=CONNECTIONS, help="of the closed loop in `cost`")
     made.add_argument("--rounds", type=int, default=2, help="of a comparison")
@@ -74,13 +74,14 @@ def parser() -> argparse.ArgumentParser:
 def parts_of(args: argparse.Namespace, filled: Filled) -> dict[str, Callable[[Path], Figures]]:
     """`cost` and `rate` run for each durability and mix, the others for the first of each."""
     first = args.mixes[0], args.durability[0]
+    cost = partial(cost_part, filled, seconds=args.seconds, rate=args.rate, connections=args.connections)
 
     def each(part: Callable[[Mix, str], Figures]) -> Figures:
         pairs = [(mix, durability) for durability in args.durability for mix in args.mixes]
         return {f"{durability} {mix}": part(mix, durability) for mix, durability in pairs}
 
     return {
-        "cost": lambda _: each(partial(cost_part, filled, **of_cost(args))),
+        "cost": lambda _: each(cost),
         "rate": lambda _: each(partial(rate_part, filled, seconds=args.seconds)),
         "overload": lambda _: overload_part(filled, *first, args.seconds),
         "hostile": lambda _: hostile_part(filled, *first, args.seconds, args.rate),
@@ -88,10 +89,6 @@ def parts_of(args: argparse.Namespace, filled: Filled) -> dict[str, Callable[[Pa
         "memory": lambda _: memory_part(filled, *first, args.memory_seconds, args.rate),
         "kill": lambda _: kill_part(filled, *first, args.seconds),
     }
-
-
-def of_cost(args: argparse.Namespace) -> dict[str, Any]:
-    return {"seconds": args.seconds, "rate": args.rate, "connections": args.connections}
 
 
 def alone(args: argparse.Namespace, folder: Path) -> Figures:
@@ -103,9 +100,10 @@ def alone(args: argparse.Namespace, folder: Path) -> Figures:
 def beside(args: argparse.Namespace, folder: Path) -> Figures:
     """This checkout beside another one or mem0ai, or with workers beside itself without them."""
     root = ROOT if args.against is None else args.against.resolve()
-    other = Mem0Service() if args.mem0 else Checkout(root, args.theta_count)
-    sides = Checkout(theta_count=args.theta_count, workers=args.workers or 0), other
-    world = SMALL if args.mem0 else world_of(args)
+    other = Mem0Service(args.llm) if args.mem0 else Checkout(root, args.theta_count)
+    sides = Checkout(theta_count=args.theta_count, workers=args.workers or 0, llm=args.llm), other
+    world = world_of(args)
+    part = partial(llm_part, llm=args.llm) if args.mem0 else partial(cost_part, connections=args.connections)
     ours, theirs = (
         Filled.make(side, world, folder / name) for side, name in zip(sides, ("ours", "theirs"), strict=True)
     )
@@ -120,7 +118,7 @@ def beside(args: argparse.Namespace, folder: Path) -> Figures:
     }
     for durability in args.durability:
         for mix in args.mixes:
-            cost = partial(cost_part, mix=mix, durability=durability, **of_cost(args))
+            cost = partial(part, mix=mix, durability=durability, seconds=args.seconds, rate=args.rate)
             figures = {"rate_per_s": args.rate, **compare(ours, theirs, cost, args.rounds)}
             document[f"{durability} {mix}"] = figures
             print(f"\n{durability} {mix}, ours over theirs", flush=True)
@@ -130,15 +128,16 @@ def beside(args: argparse.Namespace, folder: Path) -> Figures:
 
 
 def world_of(args: argparse.Namespace) -> World:
-    return World(args.turns, SIZES[args.turns])
+    return SMALL if args.mem0 else World(args.turns, SIZES[args.turns])
 
 
 def about(args: argparse.Namespace) -> Figures:
-    world = SMALL if args.mem0 else world_of(args)
+    world = world_of(args)
     return {
         "command": " ".join(["python -m undertow.bench.system.service", *sys.argv[1:]]),
         "world": {"tenants": world.tenants, "turns_a_tenant": world.turns},
         "theta_count": args.theta_count,
+        "llm": f"mock, {LLM_LATENCY_S} s, refuses {MOCK_REFUSALS:.0%}" if args.mem0 else "off",
     }
 
 
@@ -158,6 +157,8 @@ def main() -> None:
     options = parser()
     args = options.parse_args()
     args.parts = args.parts or list(PARTS)
+    if args.mem0:
+        args.theta_count = None  # the default
     if unknown := set(args.parts) - set(PARTS):
         options.error(f"no part is called {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
     if args.workers is not None and args.workers < 2:
@@ -169,7 +170,8 @@ def main() -> None:
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
     try:
-        with TemporaryDirectory(prefix="undertow-bench-") as folder:
+        llm = mock_llm(LLM_LATENCY_S) if args.mem0 else nullcontext("off")
+        with TemporaryDirectory(prefix="undertow-bench-") as folder, llm as args.llm:
             figures = run(args, Path(folder))
     except UndertowError as error:
         options.exit(1, f"{error}\n")

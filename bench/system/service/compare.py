@@ -8,7 +8,7 @@ from statistics import median
 from undertow.bench.pairs import figure_of
 from undertow.bench.system.service.parts import Figures, Filled
 
-# dotted names in the figures of `cost_part`; a ratio above 1 says that ours is higher
+# dotted names in the figures of `cost_part` and `llm_part`; a ratio above 1 says that ours is higher
 COMPARED = (
     "closed_loop.answered_per_s",
     "closed_loop.latency_ms.p50",
@@ -16,6 +16,7 @@ COMPARED = (
     "open_loop.answered_per_s",
     "open_loop.service_cpu_ms_per_request",
     *(f"open_loop.{kind}_ms.{point}" for kind in ("search", "add") for point in ("p50", "p95", "p99")),
+    *(f"until_decided.{name}" for name in ("llm_calls", "prompt_tokens", "completion_tokens", "cpu_s")),
 )
 
 

@@ -1,54 +1,57 @@
 """mem0ai as one of the compared services: its package behind a minimal ASGI wrapper.
 
 Its own server is in no package. The wrapper (bench/peers/mem0_server.py) has the two routes that the loads
-use, with the same bodies. Adds have infer=False: mem0ai then stores each message with its vector and makes no
-LLM call: the address it is given has no server. That is its cheapest add. With infer=True it would call the
-LLM for each add, and Undertow for none, as no topic recurs here.
+use, with the same bodies. Both sides embed with the same encoder and ask the same mock LLM server. mem0ai has
+infer=True, its default: an add is answered after its LLM call. Undertow has its default thresholds and
+salience: it answers an add once that is stored, and calls the LLM later. So `llm_part` waits for that too.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import psutil
 
 from undertow.bench.machine import ROOT
 from undertow.bench.peers.process import PYTHON
-from undertow.bench.system.service.open_loop import Caller, run_loop
+from undertow.bench.system.service.parts import Figures, Filled, Load, Mix
 from undertow.bench.system.service.served import ENCODER, Service, started
-from undertow.bench.system.service.world import World
+from undertow.bench.system.service.world import Conversations
 from undertow.engine.base.model import UndertowError
 
-SMALL = World(turns=20, tenants=50)
-"""Its adds are slow, and its local store compares a query with the vectors of all tenants."""
+SMALL = Conversations(turns=150, tenants=5)
+"""mem0ai's adds are slow, and its local store compares a query with the vectors of all tenants."""
 
-_FILLING_AT_ONCE = 2
-_NO_LLM = "http://127.0.0.1:9/v1"
+LLM_LATENCY_S = 0.2
+_FILLING_AT_ONCE = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Mem0Service:
-    world: World = SMALL
+    llm: str
 
     @property
     def name(self) -> str:
-        return "mem0ai behind a minimal ASGI wrapper, infer=False, Qdrant's local store"
+        return "mem0ai behind a minimal ASGI wrapper, infer=True, Qdrant's local store"
 
     def fill(self, log: Path, store: Path) -> dict[str, Any]:
-        with self.served(store, "commit") as service:
-            run_loop(self._fill(service))
-        return {"tenants": self.world.tenants, "turns": self.world.turns * self.world.tenants}
+        turns = [json.loads(line) for line in log.read_text().splitlines()]
+        with self.served(store, "commit") as service, ThreadPoolExecutor(_FILLING_AT_ONCE) as pool:
 
-    async def _fill(self, service: Service) -> None:
-        caller = Caller(service.url)
-        await caller.all_of(self.world.all_adds(service.url, service.key), _FILLING_AT_ONCE)
-        caller.close()
+            def add(turn: dict[str, Any]) -> None:
+                body = json.dumps({"messages": turn["messages"]}).encode()
+                urlopen(Request(f"{service.url}/v1/tenants/{turn['tenant']}/memories", body)).close()
+
+            return {"turns": len(list(pool.map(add, turns)))}
 
     @contextmanager
     def served(self, store: Path, durability: str) -> Iterator[Service]:
@@ -59,10 +62,32 @@ class Mem0Service:
         command = [str(PYTHON), "-m", "undertow.bench.peers.mem0_server", "--folder", str(store)]
         environment = {n: text for n, text in os.environ.items() if not re.match("UNDERTOW_|OPENAI_", n)}
         environment |= {"PYTHONPATH": str(ROOT / "src"), "TOKENIZERS_PARALLELISM": "false"}
-        command += ["--url", _NO_LLM, "--model", "none", "--encoder", ENCODER]
+        command += ["--url", self.llm, "--encoder", ENCODER]
         with started(command, store.parent / "service.log", environment) as (process, address):
             yield Service(address, "none", psutil.Process(process.pid), store)
 
     def decided(self, service: Service) -> dict[str, Any]:
-        """It decides nothing."""
+        """It has nothing left to do."""
         return {}
+
+
+def llm_part(filled: Filled, mix: Mix, durability: str, *, seconds: float, rate: float, llm: str) -> Figures:
+    """An open loop at a fixed rate, and what is spent from its start until all is decided."""
+    with filled.loaded(mix, durability) as load:
+        load.at_rate(rate, min(seconds, 5.0))  # to warm up
+        before = _spent(load, llm)
+        _, at_rate = load.at_rate(rate, seconds)
+        after = _spent(load, llm)
+    last = {"decided_after_s": after.pop("decided_after_s", 0.0)}
+    spent = {name: round(count - before.get(name, 0), 2) for name, count in after.items()}
+    return {"open_loop": at_rate, "until_decided": spent | last}
+
+
+def _spent(load: Load, llm: str) -> Figures:
+    """Counts since the service and the LLM server have started, once all is decided."""
+    decided = load.decided()
+    with urlopen(llm.removesuffix("/v1") + "/stats", timeout=30) as answer:
+        told = json.load(answer)
+    calls = {"llm_calls": sum(told["calls"].values())} | {f"calls_{k}": n for k, n in told["calls"].items()}
+    tokens = {name: count for name, count in told.items() if name.endswith("_tokens")}
+    return {**decided, "cpu_s": load.cpu_s(), **calls, **tokens}

@@ -76,11 +76,13 @@ class Checkout:
     """Undertow, of this checkout or of another one that has its own .venv.
 
     `workers`: shards, each in a process of its own. 0: a store in the service's process.
+    `llm`: the URL of a server. "off": salience is off too.
     """
 
     root: Path = ROOT
     theta_count: int | None = None
     workers: int = 0
+    llm: str = "off"
 
     @property
     def name(self) -> str:
@@ -98,7 +100,7 @@ class Checkout:
         """This process's, without settings of Undertow but those of the run."""
         kept = {name: text for name, text in os.environ.items() if not name.startswith("UNDERTOW_")}
         kept |= {"PYTHONPATH": str(self.root / "src"), "UNDERTOW_DURABILITY": durability}
-        kept["UNDERTOW_SALIENCE_TURNS"] = "0"  # the world has no LLM
+        kept |= {"UNDERTOW_SALIENCE_TURNS": "0"} if self.llm == "off" else {}
         return kept | ({} if self.theta_count is None else {"UNDERTOW_THETA_COUNT": str(self.theta_count)})
 
     def _fill_shards(self, log: Path, store: Path) -> dict[str, Any]:
@@ -118,7 +120,7 @@ class Checkout:
         command = [*self._program, "ingest", str(log), "--store", str(store), "--encoder", ENCODER]
         began_s = time.perf_counter()
         ran = subprocess.run(
-            [*command, "--llm", "off", "--json"], capture_output=True, text=True, env=self._environment()
+            [*command, "--llm", self.llm, "--json"], capture_output=True, text=True, env=self._environment()
         )
         if ran.returncode not in (0, 4):  # 4: turns wait for an LLM, which is said better below
             raise UndertowError(f"the world could not be ingested: {ran.stderr.strip()}")
@@ -126,8 +128,8 @@ class Checkout:
         undecided = {name: told[name] for name in ("undecided_turns", "pending_jobs")}
         if any(undecided.values()):
             raise UndertowError(NOT_DECIDED.format(what=f"the world is not decided: {undecided}"))
-        figures = {name: told[name] for name in ("tenants", "turns", "consolidations")} | undecided
-        return {**figures, "seconds": round(time.perf_counter() - began_s, 1)}
+        kept = ("tenants", "turns", "consolidations", "llm_calls", *undecided)
+        return {**{name: told[name] for name in kept}, "seconds": round(time.perf_counter() - began_s, 1)}
 
     @contextmanager
     def served(self, store: Path, durability: str) -> Iterator[Service]:
@@ -138,7 +140,7 @@ class Checkout:
         created = subprocess.run(
             [*self._program, *create], stdout=subprocess.PIPE, check=True, env=environment
         )
-        serve = ["serve", "--port", "0", "--encoder", ENCODER, "--llm", "off", "--keys", keys]
+        serve = ["serve", "--port", "0", "--encoder", ENCODER, "--llm", self.llm, "--keys", keys]
         serve += ["--workers", str(self.workers)] if self.workers else []
         command = [*self._program, *serve, "--store", str(store)]
         with started(command, log, environment) as (process, url):
@@ -161,6 +163,7 @@ class Checkout:
 _COUNTERS = {
     "stored_turns": r'undertow_turns_total\{[^}]*outcome="stored"[^}]*\}',
     "decisions": r"undertow_decisions_total\{[^}]*\}",
+    "consolidations": r'undertow_decisions_total\{[^}]*decision="fired"[^}]*\}',
     "undecided_turns": r"undertow_undecided_turns\{[^}]*\}",
     "blocked_tenants": r"undertow_blocked_tenants\{[^}]*\}",
 }

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
+
+from undertow.bench.machine import LOCOMO
+from undertow.bench.system.throughput_load import copies
 
 # turns of each tenant, and tenants
 SIZES = {20: 1_000, 1_000: 100, 10_000: 10}
@@ -90,8 +93,9 @@ def _sentences(words: list[str]) -> str:
 
 
 def exchange(asked: str, answered: str) -> list[dict[str, str]]:
-    """The messages of one turn."""
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    """The messages of one turn. An empty answer is none."""
+    said = {"user": asked, "assistant": answered}
+    return [{"role": role, "content": content} for role, content in said.items() if content]
 
 
 class Request(NamedTuple):
@@ -124,7 +128,8 @@ class World:
     def write_log(self, path: Path) -> None:
         """All turns as JSON lines that `undertow ingest` reads."""
         with path.open("w", encoding="utf-8") as file:
-            for n, (tenant, asked, answered) in enumerate(self.exchanges()):
+            world = islice(self.exchanges(), self.tenants * self.turns)
+            for n, (tenant, asked, answered) in enumerate(world):
                 line = {"tenant": tenant, "session": f"s{n // (10 * self.tenants)}"}
                 json.dump({**line, "messages": exchange(asked, answered)}, file)
                 file.write("\n")
@@ -143,15 +148,29 @@ class World:
             for tenant, is_add in zip(tenants, adds.tolist(), strict=True)
         ]
 
-    def all_adds(self, url: str, key: str) -> list[Request]:
-        """The world's turns as adds, for a service that ingests no log."""
-        host = urlsplit(url).netloc
-        return [_add(host, key, tenant, asked, answered) for tenant, asked, answered in self.exchanges()]
-
     def one_search_each(self, url: str, key: str) -> list[Request]:
         """A search for every tenant: it loads the tenant and builds its keyword index."""
         queries, host = Texts(self.seed + 1).queries(self.tenants), urlsplit(url).netloc
         return [_search(host, key, name, query) for name, query in zip(self.names, queries, strict=True)]
+
+
+class Conversations(World):
+    """The first turns of LoCoMo's conversations: topics recur. `exchanges` has those that follow too. Each
+    request adds one of these, or searches with it, from a place that is drawn from the seed.
+    """
+
+    def exchanges(self) -> Iterator[tuple[str, str, str]]:
+        for turn in copies(LOCOMO, self.tenants):
+            yield turn.tenant, turn.messages[0].content, "".join(m.content for m in turn.messages[1:])
+
+    def requests(self, url: str, key: str, count: int, *, add_share: float, seed: int) -> list[Request]:
+        later = list(islice(self.exchanges(), self.tenants * self.turns, None))
+        host, random = urlsplit(url).netloc, np.random.default_rng(seed)
+        said = islice(cycle(later), int(random.integers(len(later))), None)
+        return [
+            _add(host, key, tenant, asked, answered) if is_add else _search(host, key, tenant, asked)
+            for is_add, (tenant, asked, answered) in zip(random.random(count) < add_share, said, strict=False)
+        ]
 
 
 def _add(host: str, key: str, tenant: str, asked: str, answered: str) -> Request:
