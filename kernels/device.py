@@ -20,8 +20,7 @@ def _cuda_device_count() -> int:
     if importlib.util.find_spec("cupy") is None:
         return 0
     try:
-        cupy = importlib.import_module("cupy")
-        return int(cupy.cuda.runtime.getDeviceCount())
+        return int(importlib.import_module("cupy").cuda.runtime.getDeviceCount())
     except (ImportError, RuntimeError):  # installed, but without a usable driver
         return 0
 

@@ -10,8 +10,8 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Self
 
 from undertow.bench.mock.replies import MockReplies, share, usage_of, words_of
 from undertow.engine.base.model import Usage
@@ -32,7 +32,7 @@ class _Call:
     future: Future[Completion] = field(default_factory=Future)
 
 
-class MockLLM:
+class MockLLM(AbstractContextManager["MockLLM"]):
     """`LLMClient` without a server: the same reply function, validation and repair, in process.
 
     With no latency and no jitter `submit` returns a future that is done; otherwise one timer
@@ -108,9 +108,6 @@ class MockLLM:
             future.cancel()
             future.set_running_or_notify_cancel()
         self._waiting.clear()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -80,7 +81,7 @@ def added(turn: Turn) -> dict[str, Any]:
     return {"tenant": turn.tenant, "messages": messages, "date": turn.timestamp}
 
 
-class PeerProcess:
+class PeerProcess(AbstractContextManager["PeerProcess"]):
     """A runner at work. Use as a context manager; `ask` may be called from one thread."""
 
     def __init__(self, name: str, command: Sequence[str], folder: Path, *, api_key: str = "none") -> None:
@@ -165,9 +166,6 @@ class PeerProcess:
             self._process.wait()
         self._reader.join()
         self._from.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

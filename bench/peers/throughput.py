@@ -42,8 +42,7 @@ def through_peer(name: str, log: Sequence[Turn], settings: Settings, threads: in
     """The turns into a new store, each tenant's in order, `threads` tenants at a time. PeerError."""
     with tempfile.TemporaryDirectory(prefix="undertow-bench-") as made:
         folder = Path(made)
-        command = command_of(name, settings, folder, threads)
-        with PeerProcess(name, command, folder) as peer:
+        with PeerProcess(name, command_of(name, settings, folder, threads), folder) as peer:
             for turn in log[:_WARM_UP_TURNS]:
                 peer.ask(OPERATION, **added(replace(turn, tenant="warm-up"))).result()
             process = psutil.Process(peer.pid)

@@ -329,8 +329,7 @@ class Backlog:
         rows = np.flatnonzero(self._left)
         lengths = self.windows.lengths[rows]
         ids = self.windows.ids[spread(self.windows.offsets[rows], lengths)]
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        self.windows = Windows(ids, offsets)
+        self.windows = Windows(ids, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
         self.numbers = self.numbers[rows]
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from concurrent.futures import Future
-from typing import Any, Protocol, Self
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from undertow.engine.base.config import Settings
 from undertow.engine.llm.discovery import server_addresses
@@ -80,7 +81,7 @@ class LLMClient(Completions, Protocol):
     def close(self) -> None: ...
 
 
-class OpenAILLM:
+class OpenAILLM(AbstractContextManager["OpenAILLM"]):
     """`LLMClient` over HTTP, with an event loop in its own thread."""
 
     def __init__(self, settings: Settings, *, on_call: OnCall | None = None) -> None:
@@ -135,9 +136,6 @@ class OpenAILLM:
     def close(self) -> None:
         """Cancel all requests and end the thread."""
         self._tasks.close(self._shut_down())
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

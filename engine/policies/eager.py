@@ -102,8 +102,7 @@ class _Extraction(Work):
 
     def _extract_prompt(self, turn_seq: int) -> Prompt:
         """The prompt with as many recent turns as fit into the model's context. PromptTooLong."""
-        before = _nearest_turns(range(turn_seq - 1, -1, -1), self.view)
-        seqs = [*reversed(before), turn_seq]
+        seqs = [*reversed(_nearest_turns(range(turn_seq - 1, -1, -1), self.view)), turn_seq]
         while True:
             *recent, newest = self.turns(seqs)
             prompt = extract_prompt(recent, newest)

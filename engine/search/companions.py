@@ -21,8 +21,7 @@ def with_companions(tenant: Tenant, found: SearchResult, tiers: Tiers) -> Search
 
 def as_words(tenant: Tenant, found: SearchResult) -> SearchResult:
     """The result with the raw messages of its episodes in place of their text (NEMORI, table 6)."""
-    told = with_words(tenant, found, len(found.episodes))
-    return replace(told, episodes=(), quoted=frozenset())
+    return replace(with_words(tenant, found, len(found.episodes)), episodes=(), quoted=frozenset())
 
 
 def with_words(tenant: Tenant, found: SearchResult, best: int) -> SearchResult:

@@ -38,8 +38,7 @@ def check_tensor(vectors: torch.Tensor, dim: int, first: int = 0) -> None:
         raise ValueError(f"vectors must have shape [n, {dim}], not {list(vectors.shape)}")
     if isinstance(vectors, CheckedRows):
         return
-    norms = torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float32)
-    bad = ~(norms <= MAX_NORM)
+    bad = ~(torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float32) <= MAX_NORM)
     if bool(bad.any()):
         row = int(bad.nonzero()[0, 0])
         raise ValueError(refusal(first + row, vectors[row].cpu().numpy()))

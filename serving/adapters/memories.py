@@ -67,8 +67,7 @@ class Memories:
         from undertow.engine.api.message_turns import turns_of, utc_now
 
         common |= {"max_message_bytes": MAX_MESSAGE_BYTES, "arrived": utc_now()}
-        turns = turns_of(tenant, messages, **common, call=key)
-        for receipt in self._served.add_batch(turns):
+        for receipt in self._served.add_batch(turns_of(tenant, messages, **common, call=key)):
             if receipt.parked is not None:
                 raise UndertowError(f"the engine failed at a turn and has set it aside: {receipt.parked}")
 

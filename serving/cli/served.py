@@ -108,8 +108,7 @@ class ServedReports:
 
 
 def _birth(record: Mapping[str, Any]) -> tuple[int, ...]:
-    names = ("generation", "born_at_seq", "ordinal", "version")
-    return tuple(int(record[name]) for name in names)
+    return tuple(int(record[name]) for name in ("generation", "born_at_seq", "ordinal", "version"))
 
 
 def _named_as_stored(memory: Report) -> Report:

@@ -36,8 +36,7 @@ def run(settings: Settings, out: Console) -> dict[str, Any]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="undertow-")))
         out.print(f"Loading the encoder {settings.encoder} ...")
-        encoder = make_encoder(settings)
-        engine = stack.enter_context(Engine(folder / "store", settings, encoder))
+        engine = stack.enter_context(Engine(folder / "store", settings, make_encoder(settings)))
         work = Ingest(engine)
         work.feed([CONVERSATION])
         work.settle()

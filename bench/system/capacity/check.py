@@ -191,8 +191,7 @@ def _timed(act: Callable[[], object]) -> float:
 
 def _gate_byte_s(engine: Engine) -> float:
     """Seconds per byte of the gate over all turns of all tenants, one query each."""
-    tenants = engine.tenants.loaded()
-    segments = [tenant.turns_segment for tenant in tenants]
+    segments = [tenant.turns_segment for tenant in engine.tenants.loaded()]
     queries = engine.arena.vectors(segments[0])[:1].repeat(len(segments), 0)
     gate, rows = make_gate(engine.arena), sum(len(engine.arena.vectors(s)) for s in segments)
     ask = partial(gate.nearest, queries=queries.astype("float16"), segments=segments, k=[5] * len(segments))

@@ -66,8 +66,7 @@ def beside(load: Load, rate: float, seconds: float, requests: Sequence[Request])
 
 def operations(store: Path) -> Figures:
     """What Lance has done to the journal, by kind of commit: `Rewrite` merges fragments."""
-    path = str(next(store.glob("*.lance")))
-    journal = lance.dataset(path)
+    journal = lance.dataset(str(next(store.glob("*.lance"))))
     made = [journal.read_transaction(version["version"]) for version in journal.versions()]
     kinds = Counter(type(one.operation).__name__ for one in made if one is not None)
     return {"commits": dict(kinds), "rows": journal.count_rows(), "fragments": len(journal.get_fragments())}

@@ -75,12 +75,11 @@ def llm_part(filled: Filled, mix: Mix, durability: str, *, seconds: float, rate:
     """An open loop at a fixed rate, and what is spent from its start until all is decided."""
     with filled.loaded(mix, durability) as load:
         load.at_rate(rate, min(seconds, 5.0))  # to warm up
-        before = _spent(load, llm)
+        before = _spent(load, llm) | {"decided_after_s": 0.0}
         _, at_rate = load.at_rate(rate, seconds)
         after = _spent(load, llm)
-    last = {"decided_after_s": after.pop("decided_after_s", 0.0)}
     spent = {name: round(count - before.get(name, 0), 2) for name, count in after.items()}
-    return {"open_loop": at_rate, "until_decided": spent | last}
+    return {"open_loop": at_rate, "until_decided": spent}
 
 
 def _spent(load: Load, llm: str) -> Figures:

@@ -47,8 +47,7 @@ class Service:
 
     def cpu_s(self) -> float:
         """CPU seconds that the process and its children have used."""
-        family = [self.process, *self.process.children(recursive=True)]
-        times = [one.cpu_times() for one in family]
+        times = [one.cpu_times() for one in [self.process, *self.process.children(recursive=True)]]
         return float(sum(spent.user + spent.system for spent in times))
 
 

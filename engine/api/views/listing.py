@@ -79,8 +79,7 @@ def names_page(names: Iterable[str], prefix: str, limit: int, after: str) -> lis
 
 def _turns(tenant: Tenant, start: Place, passing: Rows | None, within: Rows | None) -> Iterator[Item]:
     rank = KINDS.index("turn")
-    first = bisect_left(tenant.seq_by_row, start[0])
-    for row in range(first, len(tenant.seq_by_row)):
+    for row in range(bisect_left(tenant.seq_by_row, start[0]), len(tenant.seq_by_row)):
         seq = tenant.seq_by_row[row]
         if (seq, rank, 0) <= start or not tenant.exists(seq):
             continue

@@ -152,8 +152,7 @@ class Reports:
 
     def _shown_generation(self, tenant: str) -> int:
         """See generations.shown_generation."""
-        controls = self._every_row(tenant, ["control"])
-        if not any(map(is_change, controls)):
+        if not any(map(is_change, self._every_row(tenant, ["control"]))):
             return 1
         return shown_generation(self._every_row(tenant, ["control", "decision"]))
 

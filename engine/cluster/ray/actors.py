@@ -104,8 +104,7 @@ class Starter:
         """`settings`, `resources` and `parts`: of shards that are started here."""
         self._root = root
         # a shard finds a bound that nobody has set on its own node, whose memory may be another
-        computed = {"arena_bytes"} - settings.model_fields_set
-        self._settings = settings.model_dump(exclude=computed)
+        self._settings = settings.model_dump(exclude={"arena_bytes"} - settings.model_fields_set)
         self._resources = resources.on(settings.device, _has_gpus)
         self._parts = cloudpickle.dumps(parts)  # type: ignore[no-untyped-call]
 
@@ -158,8 +157,7 @@ def actor_of(root: Location, shard: str) -> Any:
 
 def actor_name(root: Location, shard: str) -> str:
     """A shard's name in the cluster's namespace, with a hash of the root, which may be long."""
-    digest = hashlib.blake2b(str(root).encode(), digest_size=8).hexdigest()
-    return f"{digest}-{shard}"
+    return f"{hashlib.blake2b(str(root).encode(), digest_size=8).hexdigest()}-{shard}"
 
 
 def connect(address: str | None = None, **options: Any) -> None:

@@ -42,8 +42,7 @@ class AMem(Policy):
     def rerun(self, seq: int, job: LlmJob, turns: tuple[int, ...], memory: MemoryView) -> Decide:
         """Notes of the messages that have none, and never had one that a user deleted."""
         work = Work(seq, memory, self._budget)
-        notes = (*memory.current("fact"), *memory.ended("fact"))
-        noted = {note.source_messages for note in notes}
+        noted = {note.source_messages for note in (*memory.current("fact"), *memory.ended("fact"))}
         try:
             for message in _contents(turns, memory):
                 if message.more["source_messages"] not in noted:

@@ -67,8 +67,7 @@ class Pages(ABC, Generic[Key]):
             told.update(old.source_seqs)
             seen.update(old.shown_seqs)
         sources = tuple(sorted(told))
-        beside = only_shown(seen, sources)
-        return sources, {"shown_seqs": beside, **self.named(old, shown)}
+        return sources, {"shown_seqs": only_shown(seen, sources), **self.named(old, shown)}
 
 
 class TurnPages(Pages[int]):

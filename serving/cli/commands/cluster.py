@@ -136,8 +136,7 @@ def drain(
 
     Shards that do not run are started, with these options and the environment's settings.
     """
-    settings = models.settings()
-    with open_cluster(store, settings, ray) as opened:
+    with open_cluster(store, models.settings(), ray) as opened:
         try:
             settled, code = drain_memory(opened)
         except UndertowError:  # shards that cannot decide anything end too
@@ -178,8 +177,7 @@ def move(
     """
     from undertow.engine.cluster.shard_map import load
 
-    settings = models.settings()
-    with open_cluster(store, settings, ray, grow_to=shards or 0) as opened, Bar() as bar:
+    with open_cluster(store, models.settings(), ray, grow_to=shards or 0) as opened, Bar() as bar:
 
         def show(reached: Any) -> None:
             bar.show(f"moving tenants from {reached.shard}", reached.moved, reached.total)

@@ -45,8 +45,7 @@ def policy(
             raise WrongUsage(
                 f"there is no policy {name!r:.80}. Give one of {', '.join(get_args(PolicyName))}."
             )
-        settings = models.settings()
-        with open_memory(store, settings, ray, resume=True) as memory:
+        with open_memory(store, models.settings(), ray, resume=True) as memory:
             memory.set_policy(tenant, name, drop_edits=drop_edits)
             _, code = drain(memory)
             report = memory.policy(tenant)

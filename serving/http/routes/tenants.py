@@ -208,8 +208,7 @@ async def explain(
 ) -> Any:
     """For each turn the decision, its reasons, and the memories made."""
     records = await service.memories.call(ExplainQuery(tenant, limit, after_seq))
-    more = len(records) == limit
-    after = {"next_after_seq": records[-1]["seq"] if more else None}
+    after = {"next_after_seq": records[-1]["seq"] if len(records) == limit else None}
     # FastAPI would check a thousand records against their model, on the event loop
     return Response(await written(service.turns, tenant, records, after), media_type="application/json")
 
