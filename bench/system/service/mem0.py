@@ -12,7 +12,6 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,6 @@ SMALL = Conversations(turns=150, tenants=5)
 """mem0ai's adds are slow, and its local store compares a query with the vectors of all tenants."""
 
 LLM_LATENCY_S = 0.2
-_FILLING_AT_ONCE = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +43,11 @@ class Mem0Service:
 
     def fill(self, log: Path, store: Path) -> dict[str, Any]:
         turns = [json.loads(line) for line in log.read_text().splitlines()]
-        with self.served(store, "commit") as service, ThreadPoolExecutor(_FILLING_AT_ONCE) as pool:
-
-            def add(turn: dict[str, Any]) -> None:
+        with self.served(store, "commit") as service:
+            for turn in turns:  # one after the other, as a tenant's exchanges have an order
                 body = json.dumps({"messages": turn["messages"]}).encode()
                 urlopen(Request(f"{service.url}/v1/tenants/{turn['tenant']}/memories", body)).close()
-
-            return {"turns": len(list(pool.map(add, turns)))}
+        return {"turns": len(turns)}
 
     @contextmanager
     def served(self, store: Path, durability: str) -> Iterator[Service]:

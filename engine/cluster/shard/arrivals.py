@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import UndertowError
@@ -35,7 +36,7 @@ class Arrivals:
     def __init__(self, shard: str, queue_turns: int) -> None:
         self._shard = shard
         self._waiting: deque[Arrival] = deque()
-        # commands whose result was NotYet.SOON; a round puts them there and takes them
+        # commands that were begun, or prepare a tenant, and have little left to do: they come first
         self.parts: deque[Command] = deque()
         # guards all of this, but for taking from the queue's front
         self._lock = threading.Lock()
@@ -46,11 +47,6 @@ class Arrivals:
         self.turns = 0
 
     def __bool__(self) -> bool:
-        return bool(self._waiting or self.parts)
-
-    @property
-    def has_next(self) -> bool:
-        """Whether `take` gives one."""
         return bool(self._waiting)
 
     # ---- from any thread
@@ -82,12 +78,16 @@ class Arrivals:
         for call in calls:
             self._put(call)
 
-    def _put(self, arrival: Arrival) -> None:
+    def _put(self, arrival: Arrival, to: deque[Any] | None = None) -> None:
         """With the lock held."""
         if self.closed:
             arrival.future.set_exception(ShardClosed(self._shard))
         else:
-            self._waiting.append(arrival)
+            (self._waiting if to is None else to).append(arrival)
+
+    def put_part(self, command: Command) -> None:
+        with self._lock:
+            self._put(command, self.parts)
 
     # ---- from a round
 
@@ -122,8 +122,9 @@ class Arrivals:
         """What waits; all that comes later fails."""
         with self._lock:
             self.closed, self.turns = True, 0
-            waiting, self._waiting = [*self.parts, *self._waiting], deque()
-            self.parts.clear()
+            waiting, self._waiting = self._waiting, deque()
+            while self.parts:  # a round may take one meanwhile
+                waiting.append(self.parts.popleft())
             return waiting
 
 

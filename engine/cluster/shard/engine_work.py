@@ -110,7 +110,7 @@ class EngineWork:
         may_pass = self.unreadable is None or (command.searches and command.tenant not in self.unreadable)
         if self._failed is None and self.is_free() and may_pass and self._is_quick(command):
             self._obey(command)
-            if not (self._waits or self.arrived) and self.supervisor.engine is not None:
+            if not (self._waits or self.arrived or self.arrived.parts) and self.supervisor.engine is not None:
                 return command.future
         else:
             self.arrived.put(command)
@@ -161,7 +161,7 @@ class EngineWork:
         """
         evictions = engine.tenants.evictions
         # else only turns of tenants at hand have come since, or none is stored now
-        if self._evictions != evictions and not engine.scheduler.admission_paused:
+        if self._evictions != evictions and (engine.server_lost or not engine.scheduler.admission_paused):
             unfed = (call.tenants for call in self.calls if not call.is_fed)
             names = chain(engine.scheduler.inbox.tenants, *unfed)
             if not all(takes_turns(engine, name) for name in names):
@@ -264,7 +264,7 @@ class EngineWork:
         if self.rounds_go_on and self._failed is not None:
             return None
         rest_s = None if self.rounds_go_on else self._long.rest_s
-        if self._busy or self.arrived or self._held.may_go_on or rest_s == 0.0:
+        if self._busy or self.arrived or self.arrived.parts or self._held.may_go_on or rest_s == 0.0:
             return 0.0
         if self.supervisor.has_work or self.calls or self._waits or rest_s is not None:
             return POLL_S
@@ -278,21 +278,22 @@ class EngineWork:
         finally:
             error = ShardClosed(self._shard)
             self._release(self.calls.fail(error))
-            left = [*self._waits, *self.arrived.close(), *self._held.take(all_of_them=True)]
-            if self._fetches is not None:
-                left.append(self._fetches)
-                self._fetches = None
-            self._waits.clear()
-            for late in (*left, *self._long.take()):
+            left = [*self.arrived.close(), *self._held.take(all_of_them=True), *self._long.take()]
+            left += filter(None, [self._fetches])
+            self._fetches = None
+            while self._waits:
+                self._waits.popleft().future.set_exception(error)
+            for late in left:
                 if isinstance(late, TurnCall) or late.begin():
                     late.future.set_exception(error)
 
     def _take(self, quickly: bool) -> bool:
         """Take waiting commands and calls. False: the next one is not quick."""
+        until_s = time.monotonic() + REPEATED_S
         while self.arrived.parts:
             part = self.arrived.parts.popleft()
             (self._obey if not quickly or self._is_quick(part) else self._long.append)(part)
-            if quickly:  # what has arrived meanwhile does not wait for all parts, nor they for it
+            if quickly and time.monotonic() > until_s - REPEATED_S / 2:  # the rest is for what has arrived
                 break
         if not quickly and (deferred := self._long.pop()) is not None:
             self._busy = True  # for the next one
@@ -303,8 +304,7 @@ class EngineWork:
                 self._long.pacing_of(deferred).measured(deferred.tenant)(self._obey)(deferred)
         if self._held.may_go_on or not quickly:
             self.arrived.put_first(self._held.take(all_of_them=not quickly))
-        until_s = time.monotonic() + REPEATED_S
-        while self.arrived.has_next and not (quickly and time.monotonic() > until_s):
+        while self.arrived and not (quickly and time.monotonic() > until_s):
             command = self.arrived.take()
             if self._held.keep(command):
                 continue
@@ -316,7 +316,7 @@ class EngineWork:
                     self.arrived.put_first([command])  # no call overtakes it
                     return False
                 for one in later:
-                    (self.arrived.parts if self._is_quick(one) else self._long).append(one)
+                    (self.arrived.put_part if self._is_quick(one) else self._long.append)(one)
             elif self.on_loop and isinstance(command, Command) and command.reads_journal:
                 self._long.append(command)
                 self.read_is_next = True
@@ -370,7 +370,7 @@ class EngineWork:
             if self.arrived.closed:  # beside the end of the shard
                 command.future.set_exception(ShardClosed(self._shard))
             else:
-                (self.arrived.parts if value is NotYet.SOON else self._waits).append(command)
+                (self.arrived.put_part if value is NotYet.SOON else self._waits.append)(command)
         else:
             command.future.set_result(value)
 
