@@ -39,9 +39,12 @@ class Application:
         while more:
             message = await receive()
             body, more = body + message["body"], message.get("more_body", False)
-        act: Callable[..., Any] = self._peer.learned if route == "memories" else self._peer.search
+        asked = json.loads(body)
         with self._meter.request() as spent:
-            results = await asyncio.to_thread(act, tenant, *json.loads(body).values())
+            if route == "memories":
+                results = await asyncio.to_thread(self._peer.learned, tenant, asked["messages"])
+            else:
+                results = await asyncio.to_thread(self._peer.search, tenant, asked["query"], asked["top_k"])
         data = json.dumps({"results": results}).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
         status = 500 if spent.complaints else 200

@@ -40,7 +40,7 @@ from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.location import Location
 
 from ..support.cli import turn_line
-from ..support.cluster.in_process import begin, cluster_state, one_engine_s, settings
+from ..support.cluster.in_process import begin, cluster_state, of_one_engine, settings
 from ..support.engine import turn_of
 from ..support.faults.harness import PARKING, RATES, assert_same_state, end_state
 
@@ -70,7 +70,7 @@ def pids_of(cluster: Cluster) -> list[int]:
 def test_shards_killed_at_random_moments_give_what_one_engine_gives(root: Location, tmp_path: Path) -> None:
     with spawn_server(latency_ms=2, jitter_ms=2, **RATES, **PARKING) as server:
         of_server = settings(llm_url=server)
-        rng, (line, expected) = random.Random(4), one_engine_s(tmp_path, of_server)
+        rng, (line, expected) = random.Random(4), of_one_engine(tmp_path, of_server)
         stored = 0
         with Cluster.open(root, of_server, shards=2, resources=SMALL) as cluster:
             began_with = pids_of(cluster)

@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seconds", type=float, default=15.0, help="of each stretch")
     made.add_argument("--memory-seconds", type=float, default=300.0)
     made.add_argument(
-        "--theta-count", type=int, default=1_000, help="so that nothing waits for an LLM, if it is off"
+        "--theta-count", type=int, help="left out: 1,000, as nothing may wait for an LLM that is off"
     )
     made.add_argument("--against", type=Path, metavar="DIR", help="another checkout with its own .venv")
     made.add_argument("--mem0", action="store_true", help="beside mem0ai, both with a mock LLM")
@@ -102,10 +102,10 @@ def beside(args: argparse.Namespace, folder: Path) -> Figures:
     root = ROOT if args.against is None else args.against.resolve()
     other = Mem0Service(args.llm) if args.mem0 else Checkout(root, args.theta_count)
     sides = Checkout(theta_count=args.theta_count, workers=args.workers or 0, llm=args.llm), other
-    world = world_of(args)
     part = partial(llm_part, llm=args.llm) if args.mem0 else partial(cost_part, connections=args.connections)
     ours, theirs = (
-        Filled.make(side, world, folder / name) for side, name in zip(sides, ("ours", "theirs"), strict=True)
+        Filled.make(side, world_of(args), folder / name)
+        for side, name in zip(sides, ("ours", "theirs"), strict=True)
     )
     document: Figures = {
         "bench": f"service.{'mem0' if args.mem0 else 'workers' if args.workers else 'against'}",
@@ -157,8 +157,8 @@ def main() -> None:
     options = parser()
     args = options.parse_args()
     args.parts = args.parts or list(PARTS)
-    if args.mem0:
-        args.theta_count = None  # the default
+    if args.theta_count is None and not args.mem0:
+        args.theta_count = 1_000
     if unknown := set(args.parts) - set(PARTS):
         options.error(f"no part is called {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
     if args.workers is not None and args.workers < 2:

@@ -80,9 +80,8 @@ def llm_part(filled: Filled, mix: Mix, durability: str, *, seconds: float, rate:
 
 def _spent(load: Load, llm: str) -> Figures:
     """Counts since the service and the LLM server have started, once all is decided."""
-    decided = load.decided()
+    decided = {**load.decided(), "cpu_s": load.cpu_s()}
     with urlopen(llm.removesuffix("/v1") + "/stats", timeout=30) as answer:
         told = json.load(answer)
     calls = {"llm_calls": sum(told["calls"].values())} | {f"calls_{k}": n for k, n in told["calls"].items()}
-    tokens = {name: count for name, count in told.items() if name.endswith("_tokens")}
-    return {**decided, "cpu_s": load.cpu_s(), **calls, **tokens}
+    return decided | calls | {name: count for name, count in told.items() if name.endswith("_tokens")}

@@ -128,10 +128,9 @@ class World:
     def write_log(self, path: Path) -> None:
         """All turns as JSON lines that `undertow ingest` reads."""
         with path.open("w", encoding="utf-8") as file:
-            world = islice(self.exchanges(), self.tenants * self.turns)
-            for n, (tenant, asked, answered) in enumerate(world):
+            for n, (tenant, *said) in enumerate(islice(self.exchanges(), self.tenants * self.turns)):
                 line = {"tenant": tenant, "session": f"s{n // (10 * self.tenants)}"}
-                json.dump({**line, "messages": exchange(asked, answered)}, file)
+                json.dump({**line, "messages": exchange(*said)}, file)
                 file.write("\n")
 
     def requests(self, url: str, key: str, count: int, *, add_share: float, seed: int) -> list[Request]:
@@ -155,8 +154,9 @@ class World:
 
 
 class Conversations(World):
-    """The first turns of LoCoMo's conversations: topics recur. `exchanges` has those that follow too. Each
-    request adds one of these, or searches with it, from a place that is drawn from the seed.
+    """The first turns of LoCoMo's conversations, whose topics recur.
+
+    Requests add the turns that follow, or search with them, from a place that is drawn from the seed.
     """
 
     def exchanges(self) -> Iterator[tuple[str, str, str]]:

@@ -36,7 +36,7 @@ class Arrivals:
     def __init__(self, shard: str, queue_turns: int) -> None:
         self._shard = shard
         self._waiting: deque[Arrival] = deque()
-        # commands that were begun, or prepare a tenant, and have little left to do: they come first
+        # commands that have begun, or that prepare a tenant, and have little left to do: they come first
         self.parts: deque[Command] = deque()
         # guards all of this, but for taking from the queue's front
         self._lock = threading.Lock()
@@ -86,6 +86,7 @@ class Arrivals:
             (self._waiting if to is None else to).append(arrival)
 
     def put_part(self, command: Command) -> None:
+        """Put it before all that has arrived."""
         with self._lock:
             self._put(command, self.parts)
 

@@ -279,8 +279,9 @@ class EngineWork:
             error = ShardClosed(self._shard)
             self._release(self.calls.fail(error))
             left = [*self.arrived.close(), *self._held.take(all_of_them=True), *self._long.take()]
-            left += filter(None, [self._fetches])
-            self._fetches = None
+            if self._fetches is not None:
+                left.append(self._fetches)
+                self._fetches = None
             while self._waits:
                 self._waits.popleft().future.set_exception(error)
             for late in left:
@@ -290,11 +291,10 @@ class EngineWork:
     def _take(self, quickly: bool) -> bool:
         """Take waiting commands and calls. False: the next one is not quick."""
         until_s = time.monotonic() + REPEATED_S
-        while self.arrived.parts:
+        # parts have half of the time of a quick round, so that what has arrived does not wait for all of them
+        while self.arrived.parts and not (quickly and time.monotonic() > until_s - REPEATED_S / 2):
             part = self.arrived.parts.popleft()
             (self._obey if not quickly or self._is_quick(part) else self._long.append)(part)
-            if quickly and time.monotonic() > until_s - REPEATED_S / 2:  # the rest is for what has arrived
-                break
         if not quickly and (deferred := self._long.pop()) is not None:
             self._busy = True  # for the next one
             if deferred.reads_journal:  # searches may go on beside it
@@ -309,7 +309,7 @@ class EngineWork:
             if self._held.keep(command):
                 continue
             if quickly and not self._is_quick(command):
-                # what a thread is to do before or for it; nothing: a call that is the next one all the same
+                # what prepares its tenants, or it itself, for a thread; nothing: this call stays the next one
                 engine = self.supervisor.engine
                 later = self._held.hold(engine, command) if isinstance(command, TurnCall) else [command]
                 if not later:

@@ -33,7 +33,7 @@ from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.location import Location, StoreError
 from undertow.serving.async_memories import AsyncMemories
 
-from ...support.cluster.in_process import cluster_state, one_engine_s, settings
+from ...support.cluster.in_process import cluster_state, of_one_engine, settings
 from ...support.engine import turn_of
 from ...support.faults.harness import PARKING, RATES, assert_same_state
 from ...support.llm_servers import server_stats, wait_until
@@ -68,7 +68,7 @@ def tenant_at(cluster: ProcessCluster, shard: str) -> str:
 def test_workers_killed_under_load_give_what_one_engine_gives(root: Location, tmp_path: Path) -> None:
     with spawn_server(latency_ms=2, jitter_ms=2, **RATES, **PARKING) as server:
         of_server = settings(llm_url=server)
-        rng, (line, expected) = random.Random(4), one_engine_s(tmp_path, of_server)
+        rng, (line, expected) = random.Random(4), of_one_engine(tmp_path, of_server)
         with ProcessCluster(root, of_server, 2) as cluster:
             began_with = pids_of(cluster)
             assert (sorted(began_with), len(set(began_with.values()))) == (["s0001", "s0002"], 2)

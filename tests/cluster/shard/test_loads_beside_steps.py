@@ -29,6 +29,7 @@ from undertow.engine.base.queries import (
 )
 from undertow.engine.base.results import Receipt
 from undertow.engine.cluster.shard import arrivals, beside, quick
+from undertow.engine.cluster.shard.api import calls as api_calls
 from undertow.engine.cluster.shard.arrivals import ShardClosed
 from undertow.engine.cluster.shard.commands import REPEATED_S, Command, FairQueue
 from undertow.engine.cluster.shard.engine_work import POLL_S, EngineWork
@@ -163,9 +164,11 @@ async def test_the_keys_of_a_searched_tenant_are_read_beside_a_reader_whatever_e
         assert len(await large) == 3
 
 
+@pytest.mark.parametrize("lost", [False, True], ids=["the LLM answers", "the LLM is lost"])
 async def test_rounds_stay_on_the_loop_while_turns_wait_for_the_tenants_that_fill_the_arena(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Not if the LLM is lost: then they do not wait for it, and their tenants are needed."""
     monkeypatch.setattr(quick, "FEW_KEYS", 2)
     async with reopened(tmp_path) as memories, asyncio.timeout(SOON_S):
         engine = engine_of(memories)
@@ -174,15 +177,36 @@ async def test_rounds_stay_on_the_loop_while_turns_wait_for_the_tenants_that_fil
             waiting = asyncio.create_task(memories.add(some("ann", 5)))
             while not engine.scheduler.inbox.holds("ann"):
                 await asyncio.sleep(POLL_S)
+            full.setattr(Engine, "server_lost", lost)
             engine.tenants.evict("ann")
             assert (await memories.call(word(3))).turns, "it is loaded, and few of its keys are known"
             rounds = threads_of(full, EngineWork, "round")
             for _ in range(5):
                 assert (await memories.call(word(0, "bob"))).turns
                 await asyncio.sleep(POLL_S)
-            assert len(rounds) >= 5 and set(rounds) == {threading.current_thread().name}
+            assert len(rounds) >= 5 and (set(rounds) == {threading.current_thread().name}) is not lost
             assert not waiting.done()
         assert (await waiting)[0].seq == 6
+
+
+async def test_a_look_up_that_has_begun_fails_with_its_shard_beside_a_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrivals, "read_keys", Mock(return_value=False))
+    monkeypatch.setattr(api_calls, "read_keys", Mock(return_value=False))  # there are always more
+    async with reopened(tmp_path) as memories, asyncio.timeout(SOON_S):
+        assert (await memories.call(word(3))).turns
+        held = Held(monkeypatch)
+        waiting: list[asyncio.Task[Any]] = [asyncio.create_task(memories.call(ExplainQuery("bob")))]
+        await held.wait()
+        work: EngineWork = memories._router._shard._work  # type: ignore[union-attr]
+        waiting.append(asyncio.create_task(memories.call(TurnsByKeyQuery("ann", {"none"}))))
+        while not work.arrived.parts:
+            await asyncio.sleep(0)
+        threading.Timer(0.2, held.go.set).start()  # the shard ends beside the reader
+        monkeypatch.setattr(EngineWork, "round", Mock(side_effect=RuntimeError("unexpected")))
+        failed = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(failed[1], ShardClosed)
 
 
 async def test_a_tenant_that_is_evicted_after_each_part_of_its_keys_is_added_to(

@@ -132,7 +132,7 @@ class LocalCalls:
             raise ShardExited(f"shard {self._name} was fenced") from None
 
 
-def one_engine_s(folder: Path, settings: Settings) -> tuple[list[Turn], State]:
+def of_one_engine(folder: Path, settings: Settings) -> tuple[list[Turn], State]:
     """A line of turns of five tenants, and what one engine with the settings' LLM server makes of it."""
     turns = turns_of(write_log(folder / "log.jsonl", [f"tenant-{n}" for n in range(5)], 26))
     with Engine(folder / "plain", settings, HashingEncoder(384), llm=make_llm(settings)) as engine:
