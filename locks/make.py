@@ -18,8 +18,7 @@ def compiled(name: str, *options: str, wanted: str = "", python: tuple[str, ...]
     """The entries of one lock by package, as uv resolves them; uv's message is the error."""
     command = [str(Path(sys.executable).with_name("uv")), "pip", "compile", "--quiet", "--generate-hashes"]
     command += ["--no-annotate", "--no-emit-index-url", f"--output-file={LOCKS / name}.txt", *options]
-    # a package of the manual leaves out the first patches of 3.11
-    command += python or ["--universal", "--python-version=3.11.5"]
+    command += python or ["--universal", "--python-version=3.11"]
     command += ["-"] if wanted else []
     subprocess.run(command, input=wanted.replace(" ", "\n"), text=True, check=True, stdout=subprocess.DEVNULL)
     made = re.split(r"^(?=[a-z])", (LOCKS / f"{name}.txt").read_text(), flags=re.MULTILINE)
