@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 from undertow.engine.base.model import BadInput, Usage
@@ -126,7 +127,7 @@ class SearchResult:
 
     def ranked(self, k: int | None = None) -> list[Hit]:
         """All tiers as one list, nearest first."""
-        hits = sorted((*self.episodes, *self.facts, *self.turns), key=lambda h: -h.score)
+        hits = sorted((*self.episodes, *self.facts, *self.turns), key=attrgetter("score"), reverse=True)
         return hits if k is None else hits[:k]
 
     def explained(self, returned: Sequence[Hit], threshold: float | None = None) -> Report | None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,14 +40,19 @@ def current_traceparent() -> str | None:
     return _TRACEPARENT.get()
 
 
-@contextmanager
-def use_traceparent(traceparent: str | None) -> Iterator[None]:
+class use_traceparent:
     """Work inside the block serves this request."""
-    token = _TRACEPARENT.set(traceparent)
-    try:
-        yield
-    finally:
-        _TRACEPARENT.reset(token)
+
+    __slots__ = ("_token", "_traceparent")
+
+    def __init__(self, traceparent: str | None) -> None:
+        self._traceparent = traceparent
+
+    def __enter__(self) -> None:
+        self._token = _TRACEPARENT.set(self._traceparent)
+
+    def __exit__(self, *_: object) -> None:
+        _TRACEPARENT.reset(self._token)
 
 
 class NvtxRanges(Protocol):
@@ -98,7 +103,7 @@ class Observer(Protocol):
 
     def began(self, name: str) -> None:
         """A phase begins. Phases that begin before it ends are nested in it."""
-        ...
+        return
 
     def ended(self, phase: Phase) -> None:
         """The phase that began last among the open ones ends."""
@@ -138,27 +143,7 @@ class Trace:
         """A named phase around a block, with its item count: one trace event and one NVTX range."""
         if self._path is None and self._ranges is None and not self._observers:
             return _NOTHING
-        return self._span(name, count)
-
-    @contextmanager
-    def _span(self, name: str, count: dict[str, int]) -> Iterator[None]:
-        ranges = self._ranges  # an engine may set them while this span is open
-        if ranges is not None:
-            ranges.range_push(name)
-        for observer in self._observers:
-            observer.began(name)
-        began_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            ended_s = time.perf_counter()
-            phase = Phase(name, sum(count.values()), began_s, ended_s)
-            for observer in self._observers:
-                observer.ended(phase)
-            if self._path is not None:
-                self.event(name, began_s, ended_s, track=threading.current_thread().name, **count)
-            if ranges is not None:
-                ranges.range_pop()
+        return _Span(self, name, count)
 
     def link(self, traceparents: Iterable[str | None]) -> None:
         """The current phase serves these requests, given by their traceparents."""
@@ -176,8 +161,10 @@ class Trace:
         return future
 
     def _answered(self, method: str, began_s: float, asked_by: str | None, done: Future[Any]) -> None:
-        error = None if done.cancelled() else done.exception()
-        name = "CancelledError" if done.cancelled() else None if error is None else type(error).__name__
+        try:
+            name = None if (error := done.exception()) is None else type(error).__name__
+        except CancelledError:
+            name = "CancelledError"
         call = ShardCall(method, began_s, time.perf_counter(), name)
         with use_traceparent(asked_by):
             for observer in self._observers:
@@ -220,3 +207,31 @@ class Trace:
     def write(self) -> None:
         if self._path is not None:
             self._path.write_bytes(orjson.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}))
+
+
+class _Span:
+    """An open span of a trace: see `Trace.span`."""
+
+    __slots__ = ("_began_s", "_count", "_name", "_ranges", "_trace")
+
+    def __init__(self, trace: Trace, name: str, count: dict[str, int]) -> None:
+        self._trace, self._name, self._count = trace, name, count
+        self._ranges = trace._ranges  # an engine may set them while this span is open
+
+    def __enter__(self) -> None:
+        if self._ranges is not None:
+            self._ranges.range_push(self._name)
+        for observer in self._trace._observers:
+            observer.began(self._name)
+        self._began_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        ended_s = time.perf_counter()
+        phase = Phase(self._name, sum(self._count.values()), self._began_s, ended_s)
+        for observer in self._trace._observers:
+            observer.ended(phase)
+        if self._trace._path is not None:
+            track = threading.current_thread().name
+            self._trace.event(self._name, self._began_s, ended_s, track=track, **self._count)
+        if self._ranges is not None:
+            self._ranges.range_pop()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from functools import partial
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -66,15 +67,7 @@ class LoopTasks:
 
         def settle(done: asyncio.Task[T]) -> None:
             self._tasks.discard(done)
-            error = None if done.cancelled() else done.exception()
-            if done.cancelled():
-                begun.cancel()
-            if not begun.set_running_or_notify_cancel():
-                return
-            if error is not None:
-                begun.set_exception(error)
-            else:
-                begun.set_result(done.result())
+            hand_on(done, begun)
 
         def abandon(future: Future[T]) -> None:
             if future.cancelled() and not task.done():
@@ -111,29 +104,33 @@ def refused(error: Exception) -> Future[Any]:
     return future
 
 
+def hand_on(
+    done: Future[Any] | asyncio.Task[Any], to: Future[T], take: Callable[[Any], T] = lambda result: result
+) -> None:
+    """Set what `take` makes of the result, or the error, on `to`, unless that was cancelled."""
+    if done.cancelled():
+        to.cancel()
+    if not to.set_running_or_notify_cancel():
+        return
+    if (failure := done.exception()) is not None:
+        to.set_exception(failure)
+        return
+    try:
+        to.set_result(take(done.result()))
+    except Exception as error:  # noqa: BLE001 - the caller's
+        to.set_exception(error.with_traceback(None))  # its frames have the future that has it
+
+
 def then(asked: Future[S], take: Callable[[S], T]) -> Future[T]:
     """A future of what `take` makes of the result. Cancelling it cancels `asked`."""
     taken: Future[T] = Future()
-
-    def settle(done: Future[S]) -> None:
-        if done.cancelled():
-            taken.cancel()
-        if not taken.set_running_or_notify_cancel():
-            return
-        if (failure := done.exception()) is not None:
-            taken.set_exception(failure)
-            return
-        try:
-            taken.set_result(take(done.result()))
-        except Exception as error:  # noqa: BLE001 - the caller's
-            taken.set_exception(error.with_traceback(None))  # its frames have the future that has it
 
     def cancel(done: Future[T]) -> None:
         if done.cancelled() and (source := begun()) is not None:
             source.cancel()
 
-    begun = ref(asked)  # weak, as `asked` has `settle`, and so `taken`: they would live on
-    asked.add_done_callback(settle)
+    begun = ref(asked)  # weak, as `asked` has the callback, and so `taken`: they would live on
+    asked.add_done_callback(partial(hand_on, to=taken, take=take))
     taken.add_done_callback(cancel)
     return taken
 
@@ -151,9 +148,12 @@ def in_loop(begun: Future[T]) -> asyncio.Future[T]:
     def settle(done: Future[T]) -> None:
         if waiting.done():
             return
-        if done.cancelled():
+        try:
+            error = done.exception()
+        except CancelledError:
             waiting.cancel()
-        elif (error := done.exception()) is not None:
+            return
+        if error is not None:
             waiting.set_exception(error)
         else:
             waiting.set_result(done.result())

@@ -200,7 +200,7 @@ class KeywordIndex:
 
     def __len__(self) -> int:
         """The number of indexed arena rows of all tiers."""
-        return len(self.turns) + sum(len(words) for words in self.memories.values())
+        return len(self.turns) + sum(map(len, self.memories.values()))
 
     def is_close(self, tenant: Tenant) -> bool:
         """Whether a search has to index at most a slice."""
@@ -225,4 +225,4 @@ class KeywordIndex:
 
 
 def _rows_of(tenant: Tenant) -> int:
-    return len(tenant.seq_by_row) + sum(len(tier.rows) for tier in tenant.tiers.values())
+    return len(tenant.seq_by_row) + sum([len(tier.rows) for tier in tenant.tiers.values()])

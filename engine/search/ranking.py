@@ -370,7 +370,7 @@ def live_turns(tenant: Tenant) -> int:
 
 def size_of(tenant: Tenant) -> int:
     """The number of turns and memories."""
-    return live_turns(tenant) + sum(len(tier.rows) for tier in tenant.tiers.values())
+    return live_turns(tenant) + sum([len(tier.rows) for tier in tenant.tiers.values()])
 
 
 def shows(tenant: Tenant, memory: Memory, window: Window) -> bool:

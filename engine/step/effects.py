@@ -57,7 +57,7 @@ class EffectReader:
             reading = GateReading(
                 episode=episodes[i].rows[nearest[i]] if nearest[i] >= 0 else None,
                 episode_score=scores[i] if nearest[i] >= 0 else None,
-                relevant=tuple(tenant.seq_by_row[row] for row in found.rows[part].tolist()),
+                relevant=tuple(map(tenant.seq_by_row.__getitem__, found.rows[part].tolist())),
                 scores=tuple(found.scores[part].tolist()),
                 count=counts[i],
             )

@@ -95,12 +95,16 @@ class PayloadFile:
                 self._free[of_size] = [place for place in free if place >> _PLACE_BITS != number]
 
     def read(self, position: int, length: int) -> bytes:
-        self._touch(length)
+        self._touched += length + mmap.PAGESIZE
+        if self._touched > MAPPED_BYTES:
+            self._unmap_pages()
         place = position & _PLACE
         return self.segments[position >> _PLACE_BITS].map[place : place + length]
 
     def write(self, position: int, data: bytes | memoryview) -> None:
-        self._touch(len(data))
+        self._touched += len(data) + mmap.PAGESIZE
+        if self._touched > MAPPED_BYTES:
+            self._unmap_pages()
         place = position & _PLACE
         self.segments[position >> _PLACE_BITS].map[place : place + len(data)] = data
 
@@ -126,12 +130,10 @@ class PayloadFile:
         self.segments[self._newest] = segment
         return segment
 
-    def _touch(self, nbytes: int) -> None:
-        self._touched += nbytes + mmap.PAGESIZE
-        if self._touched > MAPPED_BYTES:
-            self._touched = 0
-            for segment in self.segments.values():
-                segment.unmap_pages()
+    def _unmap_pages(self) -> None:
+        self._touched = 0
+        for segment in self.segments.values():
+            segment.unmap_pages()
 
 
 class Payloads:

@@ -62,7 +62,8 @@ class TenantRegistry(TenantCatalog):
 
     def existing(self, name: str) -> Tenant:
         """The tenant, which must have something in the store. UnknownTenant, Moved, InTransit, ArenaFull."""
-        self.require(name)
+        if self.departed or name not in self._loaded:
+            self.require(name)
         return self.get(name)
 
     def in_memory(self, name: str) -> Tenant | None:
@@ -76,8 +77,8 @@ class TenantRegistry(TenantCatalog):
         """
         self._pinned = frozenset(names)
         self._fetched.difference_update(names)
-        if missing := sorted({n for n in names if n not in self._loaded}):
-            known = self._known_names()
+        if absent := set(names).difference(self._loaded):
+            missing, known = sorted(absent), self._known_names()
             self._load([n for n in missing if n in known])
             for name in missing:
                 if name not in self._loaded:

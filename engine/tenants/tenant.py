@@ -52,7 +52,7 @@ class Tenant(RecordLog):
         # By id of an episode or fact: the seq of the last record that deletes or updates it.
         self._changes: dict[str, int] = {}
         self.jobs: dict[str, LlmJob] = {}
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(deleted=0)
         self.meter: dict[str, Usage] = {}
         self._arena = arena
 

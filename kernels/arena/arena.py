@@ -83,7 +83,7 @@ class Arena(SlabTable):
         segments: int64 [n]; vectors: float16 [n, dim], NumPy or a tensor on the arena's device.
         Returns the handles, int64 [n].
         """
-        owners = np.atleast_1d(np.asarray(segments, np.int64))
+        owners = np.array(segments, np.int64, ndmin=1, copy=None)
         held = self._accept(vectors, len(owners))
         slots = self._slots_of(owners)
         rows = self._place(slots)
@@ -183,7 +183,7 @@ class Arena(SlabTable):
 
     def _resolve(self, handles: ArrayLike) -> tuple[Int64s, Int64s]:
         """Slots and rows of handles, checked."""
-        ids = np.atleast_1d(np.asarray(handles, np.int64))
+        ids = np.array(handles, np.int64, ndmin=1, copy=None)
         rows = ids & _ROW_MASK
         slots = self._slots_of(ids >> _ROW_BITS)
         beyond = rows >= self._length[slots]

@@ -53,7 +53,7 @@ class SegmentIds:
 
     def slots_of(self, segments: ArrayLike) -> Int64s:
         """The slots of existing segments, int64 [n]. ValueError names one that does not exist."""
-        ids = np.atleast_1d(np.asarray(segments, np.int64))
+        ids = np.array(segments, np.int64, ndmin=1, copy=None)
         if len(ids) == 1:
             return np.array([self.slot_of(int(ids[0]))])
         slots = ids & self._slot_mask

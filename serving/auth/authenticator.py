@@ -41,7 +41,7 @@ class Authenticator:
 
     def __init__(self, path: Path, *, now: Callable[[], datetime] = utc_now) -> None:
         """Without a file every key is refused until there is one. KeyFileError: it is broken already."""
-        self._path = path
+        self._path, self._name = path, str(path)
         self._now = now
         self._keys: Mapping[str, Key] = {}
         self._identity: tuple[int, ...] | None = None
@@ -79,7 +79,7 @@ class Authenticator:
     def _refresh(self) -> None:
         """Read the file again if it is not the one that was read last."""
         try:
-            if _identity(self._path.stat()) != self._identity:
+            if _identity(os.stat(self._name)) != self._identity:  # noqa: PTH116 - for each request
                 with self._reading:
                     self._read()
         except OSError as error:

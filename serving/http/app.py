@@ -41,6 +41,8 @@ def make_app(
         redoc_url=None,
         lifespan=_lifespan,
         exception_handlers={HTTPException: _problem, RequestValidationError: _problem},
+        # RequestObserver has spans and metrics; FastAPI's own would be looked for at each request
+        telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.service = service
     for routes in (add, search_and_answer, memories, tenants, events, admin, health):

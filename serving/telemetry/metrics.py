@@ -51,9 +51,12 @@ class HTTPMetrics:
             ["reason"],
             registry=self.registry,
         )
-        self.in_flight = prometheus.Gauge(
+        # by route, method and class of status
+        self._answered: dict[tuple[str, str, int], tuple[prometheus.Counter, prometheus.Histogram]] = {}
+        self.under_way = 0
+        prometheus.Gauge(
             "undertow_http_requests_in_flight", "HTTP requests under way.", registry=self.registry
-        )
+        ).set_function(lambda: self.under_way)
         self.event_streams = prometheus.Gauge(
             "undertow_event_streams", "Streams of events that are open.", registry=self.registry
         )
@@ -67,8 +70,12 @@ class HTTPMetrics:
 
     def note(self, method: str, route: str, status: int, seconds: float, problem: str | None) -> None:
         """Count one completed request; `problem`: the slug of its error."""
-        self._requests.labels(route, method, f"{status // 100}xx").inc()
-        self._seconds.labels(route, method).observe(seconds)
+        kind = route, method, status // 100
+        if (counted := self._answered.get(kind)) is None:
+            requests = self._requests.labels(route, method, f"{status // 100}xx")
+            counted = self._answered[kind] = requests, self._seconds.labels(route, method)
+        counted[0].inc()
+        counted[1].observe(seconds)
         if status in REFUSALS:
             self._refused.labels(problem or str(status)).inc()
 

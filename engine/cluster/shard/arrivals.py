@@ -175,7 +175,7 @@ class HeldCalls:
 
     def keep(self, arrival: Arrival) -> bool:
         """Hold what adds to a held call's tenant too, or edits or erases it. False: it is none of these."""
-        is_change = isinstance(arrival, TurnCall) or arrival.settles
+        is_change = not isinstance(arrival, Command) or arrival.settles
         if not is_change or self._tenants.isdisjoint(_tenants_of(arrival)):
             return False
         self._hold(arrival)
@@ -203,4 +203,4 @@ class HeldCalls:
 
 
 def _tenants_of(arrival: Arrival) -> frozenset[str]:
-    return arrival.tenants if isinstance(arrival, TurnCall) else frozenset([arrival.tenant])
+    return frozenset([arrival.tenant]) if isinstance(arrival, Command) else arrival.tenants

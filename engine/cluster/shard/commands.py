@@ -68,12 +68,15 @@ class Command:
     erases: bool = False
     # whether it changes its tenant; so does what `settles`
     changes: bool = False
+    # whether it has run, and waits to go on
+    begun: bool = False
     traceparent: str | None = field(default_factory=current_traceparent)
 
     def begin(self) -> bool:
         """Whether it is to run, for the first time or again: its caller has not cancelled it before."""
         self.rests = False
-        return self.future.running() or self.future.set_running_or_notify_cancel()
+        self.begun = self.begun or self.future.set_running_or_notify_cancel()
+        return self.begun
 
     def passes(self, other: Command) -> bool:
         """Whether it goes before this one of its tenant, which came first.
@@ -83,7 +86,7 @@ class Command:
         """
         if not other.rests:
             return False
-        if self.future.running():
+        if self.begun:
             return not (self.changes and other.erases)
         return (self.erases or not self.rests) and not (other.changes or other.settles)
 
@@ -156,7 +159,7 @@ class FairQueue:
     def _rest_s(self, tenant: str) -> float:
         """Of a tenant with waiting commands: 0 if calls wait for one of them, as they keep their order."""
         waiting = self._by_tenant[tenant]
-        if not tenant or not waiting[0].rests or any(not c.rests and not c.future.running() for c in waiting):
+        if not tenant or not waiting[0].rests or any(not c.rests and not c.begun for c in waiting):
             return 0.0
         return self.pacing_of(waiting[0]).rest_s(tenant)
 

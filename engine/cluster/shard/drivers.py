@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from contextvars import Context
 from typing import Protocol
 
@@ -100,7 +99,7 @@ class LoopDriver:
             self._end()
 
     def join(self, timeout_s: float | None) -> bool:
-        return self._ended.wait(timeout_s)
+        return self._ended.is_set() or (timeout_s != 0.0 and self._ended.wait(timeout_s))
 
     def _begin(self) -> None:
         self._loop_thread = threading.get_ident()
@@ -147,44 +146,40 @@ class LoopDriver:
         if self._stopping:
             self._under_way = self._pool.submit(self._end)
             return
-        with self._ending_at_an_error():
-            self._in_round = True
-            try:
-                done = self._work.round(quickly=True)
-            finally:
-                self._in_round = False
-            if self._under_way is not None:  # what takes long comes after it
-                if done or self._work.arrived.parts:
-                    self._schedule(self._work.patience_s, ITERATIONS)
-                return
-            part = self._work.long_part() if done or self._work.read_is_next else self._work.round
-            if part is None:
-                self._schedule(self._work.patience_s, ITERATIONS)
-                return
-            self._under_way = self._pool.submit(self._on_thread, part)
-            self._under_way.add_done_callback(
-                lambda _: self._loop.call_soon_threadsafe(self._go_on, context=self._context)
-            )
-            if self._may_go_on:
-                self._schedule(self._work.patience_s, ITERATIONS)
+        self._end_at_an_error(self._quick_round)
 
-    def _on_thread(self, part: Callable[[], object]) -> None:
-        with self._ending_at_an_error():
-            part()
+    def _quick_round(self) -> None:
+        self._in_round = True
+        try:
+            done = self._work.round(quickly=True)
+        finally:
+            self._in_round = False
+        if self._under_way is not None:  # what takes long comes after it
+            if done or self._work.arrived.parts:
+                self._schedule(self._work.patience_s, ITERATIONS)
+            return
+        part = self._work.long_part() if done or self._work.read_is_next else self._work.round
+        if part is None:
+            self._schedule(self._work.patience_s, ITERATIONS)
+            return
+        self._under_way = self._pool.submit(self._end_at_an_error, part)
+        self._under_way.add_done_callback(
+            lambda _: self._loop.call_soon_threadsafe(self._go_on, context=self._context)
+        )
+        if self._may_go_on:
+            self._schedule(self._work.patience_s, ITERATIONS)
 
     def _go_on(self) -> None:
         self._under_way = None
-        with self._ending_at_an_error():
-            if not self._ended.is_set():
-                self._work.end_long_part()
+        if not self._ended.is_set():
+            self._end_at_an_error(self._work.end_long_part)
         if not self._ended.is_set():
             self._schedule(0.0 if self._stopping else self._work.patience_s)
 
-    @contextmanager
-    def _ending_at_an_error(self) -> Iterator[None]:
+    def _end_at_an_error(self, part: Callable[[], object]) -> None:
         """What a round does not expect ends the shard, and not the event loop with it."""
         try:
-            yield
+            part()
         except Exception as error:  # noqa: BLE001 - the boundary between the loop and the shard
             log.error("the shard's work has ended: %s. The next call begins it anew.", reason_of(error))
             self._end()

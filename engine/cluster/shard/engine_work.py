@@ -320,7 +320,7 @@ class EngineWork:
             elif self.on_loop and isinstance(command, Command) and command.reads_journal:
                 self._long.append(command)
                 self.read_is_next = True
-            elif isinstance(command, TurnCall):
+            elif not isinstance(command, Command):
                 if self.on_loop:  # on a thread, steps are large until a query comes
                     self._served.note(next(iter(command.tenants)) if len(command.tenants) == 1 else "")
                 self.calls.append(command)
@@ -335,7 +335,7 @@ class EngineWork:
         engine = self.supervisor.engine
         if engine is None:
             return False
-        if isinstance(command, TurnCall):
+        if not isinstance(command, Command):
             return is_quick_add(engine, command)
         try:
             return command.is_quick(engine)
@@ -345,7 +345,7 @@ class EngineWork:
     def _obey(self, command: Command) -> None:
         """Run one command: for the first time, or again where it was put off."""
         command.forget()
-        if command.tenant and not command.future.running():
+        if command.tenant and not command.begun:
             self._served.note(command.tenant)
         if command.begin():
             self._run_command(command)

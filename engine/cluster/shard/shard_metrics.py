@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from undertow.engine.base.trace import STEP, LLMRequest, Phase, ShardCall
+from undertow.engine.base.trace import STEP, LLMRequest, Observer, Phase, ShardCall
 
 if TYPE_CHECKING:
     from undertow.engine.step.scheduler import StepReport
@@ -29,7 +28,7 @@ class Histogram:
         self.total_s += seconds
 
 
-class ShardMetrics:
+class ShardMetrics(Observer):
     """An Observer that counts. It outlives the shard's engines. Thread-safe."""
 
     def __init__(self) -> None:
@@ -46,9 +45,6 @@ class ShardMetrics:
 
     # ---- as an Observer
 
-    def began(self, name: str) -> None:
-        pass
-
     def ended(self, phase: Phase) -> None:
         """Count a phase. One without items, such as an idle step's commit, is not counted."""
         if not phase.count and phase.name != STEP:
@@ -56,9 +52,6 @@ class ShardMetrics:
         with self._lock:
             self._phases[phase.name].add(phase.ended_s - phase.began_s)
             self._work[phase.name] += phase.count
-
-    def linked(self, traceparents: Iterable[str]) -> None:
-        pass
 
     def called(self, call: ShardCall) -> None:
         with self._lock:

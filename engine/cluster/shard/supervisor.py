@@ -6,8 +6,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,6 +40,9 @@ log = logging.getLogger(__name__)
 # between attempts to open a journal that could not be opened
 RETRY_S = 5.0
 
+# what code in Python raises, and what ends it
+NO_PANICS = (Exception, KeyboardInterrupt, SystemExit, GeneratorExit)
+
 # if so many turns fail one by one, the engine is to blame, not the turns
 SICK_TURNS = 8
 
@@ -51,15 +53,14 @@ class EnginePanic(RuntimeError):
     """A library of another language has failed in a way that no `except Exception` sees."""
 
 
-@contextmanager
-def contained() -> Iterator[None]:
+class contained:
     """A library's panic as an exception: the engine is opened anew, as after any other. EnginePanic."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as panic:
-        raise EnginePanic(f"{type(panic).__name__}: {panic}") from panic
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, panic: BaseException | None, __: object) -> None:
+        if panic is not None and not isinstance(panic, NO_PANICS):
+            raise EnginePanic(f"{type(panic).__name__}: {panic}") from panic
 
 
 class EngineUnusable(UndertowError):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from undertow.serving.http.problems import CLOSE, Problem
 from undertow.serving.http.service_settings import ServiceSettings
 
 SOON_S = 1.0
+# how often a service that ends looks whether the last request has ended
+POLL_S = 0.01
+# a kind, and of whom; every request counts under ALL
+Name = tuple[str, str]
+ALL: Name = ("request", "")
 
 
 class Refusal(NamedTuple):
@@ -43,87 +47,71 @@ class LoadLimits:
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
         # of all requests, and per ("key", id) and ("tenant", name); and what else is bounded, by its kind
-        self._counts: Counter[tuple[str, str]] = Counter()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._counts: dict[Name, int] = {}
         self.draining = False
         """The service is shutting down: new requests are refused."""
 
     @property
     def under_way(self) -> int:
-        return self._counts["request", ""]
+        return self._counts.get(ALL, 0)
 
-    @contextmanager
-    def request(self) -> Iterator[None]:
+    def request(self) -> AbstractContextManager[None]:
         """Around any request. Problem 429: there are too many; 503: the service is shutting down."""
         if self.draining:
             words = "The service is ending. Try again in a moment."
             raise Problem(503, "draining", words, headers=CLOSE, retry_after_s=SOON_S)
-        try:
-            with self._counted("request", "", self._settings.max_requests, OVERLOAD):
-                self._idle.clear()
-                yield
-        finally:
-            if not self.under_way:
-                self._idle.set()
+        return _Counted(self._counts, (ALL, self._settings.max_requests, OVERLOAD))
 
-    @contextmanager
-    def share(self, key_id: str, tenant: str | None) -> Iterator[None]:
+    def share(self, key_id: str, tenant: str | None) -> AbstractContextManager[None]:
         """Around an authorized request. Problem 429: the key or the tenant has too many."""
         s = self._settings
-        with self._counted("key", key_id, s.max_key_requests, KEY_BUSY):
-            if tenant is None:
-                yield
-                return
-            with self._counted("tenant", tenant, s.max_tenant_requests, TENANT_BUSY):
-                yield
+        of_key = ("key", key_id), s.max_key_requests, KEY_BUSY
+        if tenant is None:
+            return _Counted(self._counts, of_key)
+        return _Counted(self._counts, of_key, (("tenant", tenant), s.max_tenant_requests, TENANT_BUSY))
 
-    @contextmanager
-    def long(self) -> Iterator[None]:
+    def long(self) -> AbstractContextManager[None]:
         """Around a request that may wait for an LLM or a slow reader. Problem 429: there are too many.
 
         So adding and searching continue while the LLM does not respond.
         """
-        with self._counted("long", "", self._settings.max_long_requests, LONG):
-            yield
+        return _Counted(self._counts, (("long", ""), self._settings.max_long_requests, LONG))
 
-    @contextmanager
-    def streaming(self, key_id: str, tenant: str) -> Iterator[None]:
+    def streaming(self, key_id: str, tenant: str) -> AbstractContextManager[None]:
         """Around a stream of events, for minutes. Problem 429: too many, also of the key or tenant.
 
         It has no share beside it, so that streams keep no other request of the tenant out.
         """
         s = self._settings
-        with (
-            self._counted("stream with key", key_id, s.max_key_streams, KEY_STREAMS),
-            self._counted("stream of tenant", tenant, s.max_tenant_streams, TENANT_STREAMS),
-            self._counted("stream", "", s.max_streams, STREAMS),
-        ):
-            yield
+        return _Counted(
+            self._counts,
+            (("stream with key", key_id), s.max_key_streams, KEY_STREAMS),
+            (("stream of tenant", tenant), s.max_tenant_streams, TENANT_STREAMS),
+            (("stream", ""), s.max_streams, STREAMS),
+        )
 
-    @contextmanager
-    def importing(self, key_id: str, tenant: str | None) -> Iterator[None]:
+    def importing(self, key_id: str, tenant: str | None) -> AbstractContextManager[None]:
         """Around a request with a large body in memory. Problem 429: too many, also of the key or tenant."""
         most = self._settings.max_imports
-        with (
-            self._counted("import of tenant", tenant or "", 1, IMPORTS),
-            self._counted("import with key", key_id, max(1, most // 2), IMPORTS),
-            self._counted("import", "", most, IMPORTS),
-        ):
-            yield
+        return _Counted(
+            self._counts,
+            (("import of tenant", tenant or ""), 1, IMPORTS),
+            (("import with key", key_id), max(1, most // 2), IMPORTS),
+            (("import", ""), most, IMPORTS),
+        )
 
-    @contextmanager
-    def storing(self, key_id: str, tenant: str, turns: int) -> Iterator[None]:
+    def storing(self, key_id: str, tenant: str, turns: int) -> AbstractContextManager[None]:
         """Around an add. Problem 429: the tenant or the key has its share of the turns that wait.
 
         An add that is larger than a share is taken where there is no other of its tenant or its key.
         """
         s = self._settings
-        with (
-            self._counted("turns", tenant, max(s.max_tenant_turns, turns), QUEUE, count=turns),
-            self._counted("turns with key", key_id, max(s.max_key_turns, turns), KEY_QUEUE, count=turns),
-        ):
-            yield
+        return _Counted(
+            self._counts,
+            (("turns", tenant), max(s.max_tenant_turns, turns), QUEUE),
+            (("turns with key", key_id), max(s.max_key_turns, turns), KEY_QUEUE),
+            count=turns,
+        )
 
     def require_room(self, key_id: str, tenant: str) -> None:
         """Problem 429: as many turns of the tenant, or with the key, are being stored as may be."""
@@ -132,19 +120,28 @@ class LoadLimits:
 
     async def idle(self) -> None:
         """Wait until no request is under way."""
-        await self._idle.wait()
+        while self.under_way:
+            await asyncio.sleep(POLL_S)
 
-    @contextmanager
-    def _counted(
-        self, kind: str, name: str, limit: int, refusal: Refusal, *, count: int = 1
-    ) -> Iterator[None]:
-        counted = self._counts[kind, name] + count
-        if counted > limit:
-            raise Problem(429, *refusal[:2], headers=refusal.headers, retry_after_s=SOON_S)
-        self._counts[kind, name] = counted
-        try:
-            yield
-        finally:
-            self._counts[kind, name] -= count
-            if not self._counts[kind, name]:
-                del self._counts[kind, name]  # the names are unbounded
+
+class _Counted:
+    """A block that counts under each of these names. Problem 429: with it, one has more than its limit."""
+
+    __slots__ = ("_count", "_counts", "_limits")
+
+    def __init__(self, counts: dict[Name, int], *limits: tuple[Name, int, Refusal], count: int = 1) -> None:
+        self._counts, self._limits, self._count = counts, limits, count
+
+    def __enter__(self) -> None:
+        counts = self._counts
+        for name, limit, refusal in self._limits:
+            if counts.get(name, 0) + self._count > limit:
+                raise Problem(429, *refusal[:2], headers=refusal.headers, retry_after_s=SOON_S)
+        for name, _, _ in self._limits:
+            counts[name] = counts.get(name, 0) + self._count
+
+    def __exit__(self, *error: object) -> None:
+        for name, _, _ in self._limits:
+            self._counts[name] -= self._count
+            if not self._counts[name]:
+                del self._counts[name]  # the names are unbounded

@@ -25,6 +25,7 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 # polled by machines every few seconds: counted, not logged
 QUIET = frozenset({"/health/live", "/health/ready", "/metrics"})
 UNMATCHED = "unmatched"
+UNTRACED = nullcontext()
 # the client disconnected before the response began (nginx's number for it)
 GONE = 499
 
@@ -57,13 +58,12 @@ class RequestObserver:
                 status = message["status"]
             await send(message)
 
-        with (
-            self._metrics.in_flight.track_inprogress(),
-            tracing.request(_method(scope), Headers(scope=scope)) if tracing else nullcontext() as span,
-        ):
+        with tracing.request(_method(scope), Headers(scope=scope)) if tracing else UNTRACED as span:
+            self._metrics.under_way += 1
             try:
                 await self._app(scope, receive, watched)
             finally:
+                self._metrics.under_way -= 1
                 self._record(scope, status, time.perf_counter() - began_s, span)
 
     def _record(self, scope: Scope, status: int, seconds: float, span: RequestSpan | None) -> None:

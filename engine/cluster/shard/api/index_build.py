@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
-from weakref import ref
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.queries import AnswerQuery, SearchQuery
 from undertow.engine.cluster.shard.commands import NotYet
 from undertow.engine.cluster.shard.quick import is_quick_call
+from undertow.engine.llm.loop_tasks import then
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -25,20 +25,6 @@ F = TypeVar("F")
 
 class CallerGone(UndertowError):
     """The caller has cancelled the call."""
-
-
-def forward(source: Future[F], to: Future[T], take: Callable[[F], T]) -> None:
-    """Set `take` of the result of `source`, or its error, on `to`, unless that was cancelled."""
-
-    def settle(done: Future[F]) -> None:
-        if not to.set_running_or_notify_cancel():
-            return
-        if (error := done.exception()) is not None:
-            to.set_exception(error)
-        else:
-            to.set_result(take(done.result()))
-
-    source.add_done_callback(settle)
 
 
 class IndexBuildQueue:
@@ -81,29 +67,24 @@ class AfterIndexBuild(Generic[T]):
         self._rows = 0
         # the engine that indexed these rows
         self._engine: Engine | None = None
-        # the caller's future: the command's own cannot be cancelled once the command has run
-        self._promise: Future[Any] = Future()
+        # the caller's future if it waits: the command's own cannot be cancelled once the command has run
+        self._promise: Future[Any] | None = None
 
     def promised(self, future: Future[F]) -> Future[F]:
         """A future for the result of `future`, which the caller may cancel until the result is there."""
-        forward(future, self._promise, lambda result: result)
-        asked = ref(future)  # no cycle: it would keep each result until a collection
-
-        def cancel(promise: Future[F]) -> None:
-            if promise.cancelled() and (left := asked()) is not None:
-                left.cancel()
-
-        self._promise.add_done_callback(cancel)
+        if future.done():
+            return future
+        self._promise = then(future, lambda result: result)
         return self._promise
 
     @property
     def done(self) -> bool:
-        return self._promise.done()
+        return self._promise is not None and self._promise.done()
 
     @property
     def cancelled(self) -> bool:
         """Whether the caller has cancelled the call."""
-        return self._promise.cancelled()
+        return self._promise is not None and self._promise.cancelled()
 
     def is_quick(self, engine: Engine) -> bool:
         """Also while it waits for another search's index: a thread would ask it again and again."""

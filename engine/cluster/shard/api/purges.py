@@ -11,9 +11,9 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.api.erasure import NotCertified, Removal, certificate_of, certify, remove_bytes
 from undertow.engine.base.pacing import Pacing
 from undertow.engine.base.results import Certificate
-from undertow.engine.cluster.shard.api.index_build import forward
 from undertow.engine.cluster.shard.commands import NotYet
 from undertow.engine.cluster.shard.engine_work import EngineWork
+from undertow.engine.llm.loop_tasks import hand_on
 
 F = TypeVar("F")
 T = TypeVar("T")
@@ -25,7 +25,7 @@ def after(first: Future[F], begin: Callable[[F], Future[T]]) -> Future[T]:
 
     def go_on(done: Future[F]) -> None:
         if (error := done.exception()) is None:
-            forward(begin(done.result()), future, lambda result: result)
+            begin(done.result()).add_done_callback(partial(hand_on, to=future))
         elif future.set_running_or_notify_cancel():
             future.set_exception(error)
 
@@ -78,12 +78,12 @@ class Purges:
         if last is None or last.begun or last.future.done():
             last = self._last = _Purge(self._work.purging)
             asked = self._ask(last.go_on, wait=True, is_quick=last.is_quick, reads=True, reads_journal=True)
-            forward(asked, last.future, lambda certificates: certificates)
+            asked.add_done_callback(partial(hand_on, to=last.future))
         if asker:
             last.askers.append(asker)
         # a future for each caller, who may cancel it
         own: Future[dict[str, Certificate]] = Future()
-        forward(last.future, own, lambda certificates: certificates)
+        last.future.add_done_callback(partial(hand_on, to=own))
         return own
 
     def certify(self, tenant: str) -> Future[Certificate | None]:
