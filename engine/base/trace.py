@@ -98,7 +98,7 @@ class Observer(Protocol):
     """Receives what an engine does, in the thread that does it. Methods must be quick and must not raise.
 
     No tenant name and no text is passed on. In `called` and `requested`, `current_traceparent()` is that of
-    the request served. An observer may leave out any method but `began` and `ended`.
+    the request served. One that inherits from this may leave out any method but `ended`.
     """
 
     def began(self, name: str) -> None:

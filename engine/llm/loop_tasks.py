@@ -107,12 +107,14 @@ def refused(error: Exception) -> Future[Any]:
 def hand_on(
     done: Future[Any] | asyncio.Task[Any], to: Future[T], take: Callable[[Any], T] = lambda result: result
 ) -> None:
-    """Set what `take` makes of the result, or the error, on `to`, unless that was cancelled."""
+    """End `to` as `done` has, unless it was cancelled: with what `take` makes of the result, or the error."""
+    # looked at in any case: a task reports an error that nobody has looked at
+    failure = None if done.cancelled() else done.exception()
     if done.cancelled():
         to.cancel()
     if not to.set_running_or_notify_cancel():
         return
-    if (failure := done.exception()) is not None:
+    if failure is not None:
         to.set_exception(failure)
         return
     try:

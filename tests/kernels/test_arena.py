@@ -155,8 +155,7 @@ def test_released_memory_is_zero_and_used_again(make: Make) -> None:
 def test_bookkeeping_follows_the_segments_that_are_there_not_all_that_were(make: Make) -> None:
     """Tenants that come and go cost nothing for good, and packing looks only at slabs that are held."""
     arena, former = make(DIM), []
-    stays = arena.new_segment()
-    kept = arena.extend(np.full(5, stays), numbered(1, 5), live=True)
+    kept = arena.extend(np.full(5, arena.new_segment()), numbered(1, 5), live=True)
     for n in range(200):
         segments = [arena.new_segment() for _ in range(3)]
         handles = arena.extend(segments[:2], numbered(n, 2), live=True)

@@ -113,8 +113,7 @@ def test_numbers_made_by_hand(backend: Backend) -> None:
 @pytest.mark.parametrize("theta", [-1.0, 1.0, np.inf, -np.inf])
 def test_extreme_thresholds(backend: Backend, theta: float) -> None:
     world = World(16, backend)
-    rng = np.random.default_rng(5)
-    vectors = unit(rng.standard_normal((50, 16)))
+    vectors = unit(np.random.default_rng(5).standard_normal((50, 16)))
     vectors[10:20], vectors[20] = vectors[3], -vectors[3]
     segment = world.segment(vectors, np.ones(50, bool), np.arange(50) == 30)
     asked = {

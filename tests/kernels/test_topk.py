@@ -81,8 +81,7 @@ def test_ties_and_last_bit_differences(
 
 def test_distinct_rows_need_one_fetch_and_ties_more(calls_of: Callable[..., list[int]]) -> None:
     """On a device: one fetch where scores differ, repeated where the cut falls among equals."""
-    rng = np.random.default_rng(1)
-    distinct = unit(rng.standard_normal((600, 16)))
+    distinct = unit(np.random.default_rng(1).standard_normal((600, 16)))
     tied = distinct.copy()
     tied[::5] = distinct[0]
     arena, store = filled(distinct, tied, memory="cpu")
@@ -95,8 +94,7 @@ def test_distinct_rows_need_one_fetch_and_ties_more(calls_of: Callable[..., list
 
 def test_blocks_join_into_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk_rows.DeviceRows, "block_rows", lambda self, queries: 90)
-    rng = np.random.default_rng(2)
-    vectors = unit(rng.standard_normal((500, 16)))
+    vectors = unit(np.random.default_rng(2).standard_normal((500, 16)))
     vectors[::7] = vectors[3]
     arena, store = filled(vectors, gone=0.2, memory="cpu")
     for k in (1, 20, 80, 300):
@@ -179,8 +177,7 @@ def test_what_faiss_gets_on_a_gpu() -> None:
             calls.append({"rows": xb, "queries": xq, **options})
             return topk_rows.search_by_torch(xb, xq, k)
 
-    rng = np.random.default_rng(7)
-    vectors = unit(rng.standard_normal((500, 20)))
+    vectors = unit(np.random.default_rng(7).standard_normal((500, 20)))
     arena, _ = filled(vectors, memory="cpu")
     slab = arena.vectors(0)
     asked: Any = []

@@ -1,11 +1,13 @@
 """Several LLM servers behind one client: balance, limits, deaths, refusals; over real HTTP on loopback."""
 
+import asyncio
 import json
 import logging
 import socket
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.circuit_breaker import CircuitBreaker
 from undertow.engine.llm.client import BadReply, ServerRefused
+from undertow.engine.llm.loop_tasks import hand_on
 from undertow.engine.llm.replies import Trouble
 from undertow.serving.vllm.local_server import free_port
 
@@ -187,6 +190,20 @@ def test_cancelling_and_closing_with_a_dead_server(caplog: pytest.LogCaptureFixt
         assert all(future.cancelled() for future in futures)
         stuck.go.set()
     assert "never retrieved" not in caplog.text
+
+
+def test_the_error_of_work_that_nobody_waits_for_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise OSError("the tenant's name")
+
+    async def hand_on_late() -> None:
+        await asyncio.wait([task := asyncio.ensure_future(fail())])
+        gone: Future[None] = Future()
+        gone.cancel()
+        hand_on(task, gone)
+
+    asyncio.run(hand_on_late())
+    assert not caplog.text
 
 
 # ---- refusals and models

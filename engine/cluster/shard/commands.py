@@ -68,7 +68,7 @@ class Command:
     erases: bool = False
     # whether it changes its tenant; so does what `settles`
     changes: bool = False
-    # whether it has run, and waits to go on
+    # whether it has begun: its caller cannot cancel it any more
     begun: bool = False
     traceparent: str | None = field(default_factory=current_traceparent)
 

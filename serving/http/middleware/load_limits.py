@@ -142,6 +142,7 @@ class _Counted:
 
     def __exit__(self, *error: object) -> None:
         for name, _, _ in self._limits:
-            self._counts[name] -= self._count
-            if not self._counts[name]:
-                del self._counts[name]  # the names are unbounded
+            if left := self._counts.get(name, 0) - self._count:
+                self._counts[name] = left
+            else:
+                self._counts.pop(name, None)  # the names are unbounded

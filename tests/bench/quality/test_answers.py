@@ -83,8 +83,7 @@ def test_a_run_keeps_every_answer_and_verdict(path: Path, out: Path, url: str) -
 
 
 def test_the_engine_is_the_default_and_its_construction_is_told(boat: Path, out: Path, url: str) -> None:
-    thetas = ("--theta-sim", "0.4", "--theta-count", "3")
-    told = evaluated(boat, out, url, *thetas).doc
+    told = evaluated(boat, out, url, "--theta-sim", "0.4", "--theta-count", "3").doc
     assert (told["policy"], told["theta_sim"], told["theta_merge"]) == ("recmem", 0.4, 0.4)
     assert told["built"]["turns"] == 7 and told["built"]["episodes"] > 0
     spent = told["construction"]["per_conversation"]

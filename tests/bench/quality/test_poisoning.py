@@ -304,8 +304,7 @@ def asks(line: str) -> bool:
 
 def test_deleting_the_attack_takes_along_what_it_had_written(tmp_path: Path) -> None:
     """Provenance is a cure: what rests on the turn is made anew from the others."""
-    llm = RecordingLLM(TakenOver())
-    with opened(tmp_path, settings_of(**EAGER), ENCODER, llm) as engine:
+    with opened(tmp_path, settings_of(**EAGER), ENCODER, RecordingLLM(TakenOver())) as engine:
         for n, text in enumerate(("the boat is blue", f"the boat {ATTACK}", "the boat sails")):
             engine.add_batch([said("mallory", n, text)])
         assert engine.drain()

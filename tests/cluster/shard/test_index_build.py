@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -222,15 +223,18 @@ def test_who_is_called_off_while_words_are_taken_in_holds_nobody_up_and_asks_no_
     assert llm.calls.total() == 1
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["", "and its caller is slow"])
 def test_a_search_whose_engine_could_not_be_opened_again_holds_nobody_up(
-    shard: Shard, monkeypatch: pytest.MonkeyPatch
+    shard: Shard, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     """It has ended in the midst of its slices, without being asked again."""
     token = shard.hello("client", 1).result(SOON_S).token
     for n, tenant in enumerate(("ann", "bob")):
         shard.add(pack(turns(tenant, LARGE)), CallStamp("client", token, n, 1)).result(SOON_S)
     opens = iter(range(10 * LARGE))
-    opened, take_in = ShardSupervisor.open, Ranker.prepare
+    opened, take_in, promised = ShardSupervisor.open, Ranker.prepare, AfterIndexBuild.promised
+    if late:  # all is over before it has its future
+        monkeypatch.setattr(AfterIndexBuild, "promised", lambda b, a: wait([a]) and promised(b, a))
 
     def fail_once(supervisor: ShardSupervisor) -> Engine:
         if next(opens) == 3:
@@ -244,7 +248,6 @@ def test_a_search_whose_engine_could_not_be_opened_again_holds_nobody_up(
     monkeypatch.setattr(Ranker, "prepare", prepare)
     with pytest.raises(OSError, match="the disk is away"):
         ask(shard, SearchQuery("ann", QUERIES[0]))
-    monkeypatch.setattr(ShardSupervisor, "open", opened)
-    monkeypatch.setattr(Ranker, "prepare", take_in)
+    monkeypatch.undo()
     assert ask(shard, SearchQuery("bob", QUERIES[0])).turns
     assert ask(shard, SearchQuery("ann", QUERIES[0])).turns

@@ -264,8 +264,7 @@ def test_two_clusters_on_one_root_do_not_take_it_from_each_other_for_ever(
     ours.close()
     ours = start(life="ours")  # its own restart
     stamped = Sender(ours)
-    theirs = start(life="theirs")
-    sender = Sender(theirs)
+    sender = Sender(start(life="theirs"))
     with pytest.raises(Fenced):
         stamped.add(some("ann", 1))
     again = start(life="ours")

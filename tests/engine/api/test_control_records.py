@@ -206,8 +206,7 @@ def test_turns_behind_a_replay_count_the_turns_it_revives(tmp_path: Path) -> Non
             engine.add_batch([turn_of("ann", 0, "a garden of roses")])
             assert engine.drain()
     ill = MockReplies(malformed_rate=1.0, malformed_sticky=True)
-    later = settings_of(theta_sim=0.9, theta_merge=0.5, theta_count=3)
-    run = both_ways(tmp_path, later, ill, act)
+    run = both_ways(tmp_path, settings_of(theta_sim=0.9, theta_merge=0.5, theta_count=3), ill, act)
     fired = [d for d in run.decisions["ann"] if d.decision == "parked" and len(d.cluster) > 1]
     assert fired and 2 in fired[0].cluster, "seq 2 was revived; seq 1 is the change of settings"
 

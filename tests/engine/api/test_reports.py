@@ -265,8 +265,7 @@ def test_a_half_made_reindex_is_thrown_away_when_the_store_has_changed(
 
 
 def test_pair_cosines_give_the_exact_quantile() -> None:
-    rng = np.random.default_rng(5)
-    vectors = rng.normal(size=(700, 32)).astype(np.float32)
+    vectors = np.random.default_rng(5).normal(size=(700, 32)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     pairs = PairCosines()
     pairs.add(vectors)

@@ -165,8 +165,7 @@ def table_of(count: int, **changes: Any) -> pa.Table:
 
 
 def with_vectors(vectors: Any, digest: str = ENCODER.fingerprint.digest) -> pa.Table:
-    table = table_of(len(vectors), vectors=vectors)
-    return table.replace_schema_metadata({ENCODER_KEY: digest})
+    return table_of(len(vectors), vectors=vectors).replace_schema_metadata({ENCODER_KEY: digest})
 
 
 def test_a_table_is_stored_and_searchable(engine: Engine, columns_alone: None) -> None:

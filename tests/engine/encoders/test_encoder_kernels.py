@@ -80,8 +80,7 @@ def check_linear(kit: Kit) -> None:
         some_rows = torch.tensor([3], dtype=torch.int32, device=kit.device)
         some = kit.linear.linear(x, (weight, bias), some_rows)[:3]
         # a row's bits: on its own, and at another place among other rows
-        moved = torch.cat([x[100:], x[:100]])
-        again = kit.linear.linear(moved, (weight, bias), all_rows)[156:159]
+        again = kit.linear.linear(torch.cat([x[100:], x[:100]]), (weight, bias), all_rows)[156:159]
         assert torch.equal(some, again)
 
 

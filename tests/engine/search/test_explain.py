@@ -125,8 +125,7 @@ def test_a_report_of_some_hits_says_why_the_others_are_not_there(tmp_path: Path)
         engine.add_batch(world(1, 20))
         found, _ = searched(engine, k_sub=8)
     first = found.ranked(2)
-    least = found.ranked()[4].score
-    report = found.explained(first, least)
+    report = found.explained(first, found.ranked()[4].score)
     assert report is not None
     reasons = [item["reason"] for item in report["left_out"]]
     assert reasons == ["top_k"] * 3 + ["threshold"] * (MAX_LEFT_OUT - 3)

@@ -254,8 +254,7 @@ def test_the_table_of_related_words_is_sound() -> None:
     assert ((closeness >= 0) & (closeness <= RELATED_SHARE)).all() and (np.diff(closeness, axis=1) <= 0).all()
     assert not (terms == known.terms[:, None]).any(), "no word is its own"
     assert known.near.max() < len(known.terms), "the compiled code does not check it"
-    tried = np.array([*range(9), 2**32 - 1], np.uint32)
-    unknown = np.setdiff1d(tried, known.terms)
+    unknown = np.setdiff1d(np.array([*range(9), 2**32 - 1], np.uint32), known.terms)
     assert len(unknown) > 1
     assert not related(unknown)[1].any()
 

@@ -98,8 +98,7 @@ def test_nothing_is_embedded_ahead_behind_known_turns(tmp_path: Path) -> None:
 
 
 def test_a_text_that_cannot_be_embedded_does_not_lose_the_turns_before_it(tmp_path: Path) -> None:
-    encoder = WatchedEncoder(refused=f"word{COUNT + 5} ")
-    with opened_with(encoder, tmp_path) as engine:
+    with opened_with(WatchedEncoder(refused=f"word{COUNT + 5} "), tmp_path) as engine:
         queue(engine, turns_of("t0", 2 * COUNT))
         assert engine.step(storing=True).admitted == COUNT
         with pytest.raises(RuntimeError, match="no such word"):

@@ -67,14 +67,12 @@ class AfterIndexBuild(Generic[T]):
         self._rows = 0
         # the engine that indexed these rows
         self._engine: Engine | None = None
-        # the caller's future if it waits: the command's own cannot be cancelled once the command has run
+        # the caller's future: the command's own, which cannot be cancelled once it has run, if that is done
         self._promise: Future[Any] | None = None
 
     def promised(self, future: Future[F]) -> Future[F]:
         """A future for the result of `future`, which the caller may cancel until the result is there."""
-        if future.done():
-            return future
-        self._promise = then(future, lambda result: result)
+        self._promise = future if future.done() else then(future, lambda result: result)
         return self._promise
 
     @property

@@ -122,8 +122,7 @@ def test_a_bad_message_is_left_out_alone(tmp_path: Path) -> None:
         f"14/01/24, 20:00 - {'N' * 2000}: hello",
         "14/01/24, 20:00 - Bo: two\ufffd",
     ]
-    path = write_chat(tmp_path, "\n".join(lines))
-    found = read_export(path)
+    found = read_export(write_chat(tmp_path, "\n".join(lines)))
     assert [t.text for r in found for t in r.turns] == ["Ann: one", "Bo: two\ufffd"]
     told = [(e.line, e.field) for r in found for e in r.errors]
     assert told == [(2, "text"), (8, "time"), (9, "date"), (10, "speaker")]
