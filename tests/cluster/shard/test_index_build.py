@@ -223,7 +223,7 @@ def test_who_is_called_off_while_words_are_taken_in_holds_nobody_up_and_asks_no_
     assert llm.calls.total() == 1
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["", "and its caller is slow"])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "while its caller is slow"])
 def test_a_search_whose_engine_could_not_be_opened_again_holds_nobody_up(
     shard: Shard, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
